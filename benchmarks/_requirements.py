@@ -36,6 +36,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.TORCH, Need.OPENAI),
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
+    "code_lines": (),
     "detection": (),
     "dispatch": (Need.TORCH,),
     "ettr": (Need.TORCH, Need.SLURM),

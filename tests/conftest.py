@@ -17,6 +17,7 @@ from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
 # removed, because pytest-xdist sets it, and rrl would wrap output that goes to no terminal
 os.environ.pop("COLUMNS", None)
+os.environ.pop("RRL_RUNS_DIR", None)  # removed, so that no test acts on the developer's own runs
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}

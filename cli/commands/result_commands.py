@@ -84,7 +84,7 @@ def metrics(
     rrl metrics quick --follow | jq .metrics.reward
     rrl metrics quick --csv > quick.csv
     """
-    from ..results import metrics as command
+    from ..results import track as command
 
     raise typer.Exit(command.metrics(run, as_csv=csv, follow=follow))
 
@@ -135,9 +135,15 @@ def export(
     rrl export quick models/quick            the newest checkpoint
     rrl export quick models/s40 --step 40    the checkpoint of step 40 (older ones: [roles.trainer] keep_checkpoints)
     """
-    from ..results import export as command
+    from ...api import run as api
+    from ..common.output import print_json, print_line
+    from ..views.formatting import size
 
-    raise typer.Exit(command.export(run, folder, step, json=json))
+    done = api.run(run).export(folder, step)
+    if json:
+        print_json(done)
+    else:
+        print_line(f"step {done.step} of {done.run}: {done.folder}  ({size(done.nbytes)}, {done.dtype})")
 
 
 @app.command(short_help="Account for a run's time and GPUs.")

@@ -136,7 +136,7 @@ def resume(
     rrl resume quick --job other.toml  on another partition, with more rollouts ...
     rrl resume quick --set roles.rollout.replicas=8
     """
-    from ..run import resume as command
+    from ..run import submit as command
 
     changes = command.changes(settings or [], steps, walltime)
     raise typer.Exit(command.resume(run, job or [], changes, wait=wait, trust=trust, json=json))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -23,7 +23,6 @@ from ...config.health_rules import HookRules
 from ...core.command_runner import CommandResult
 from ...core.drains import HOOK_PREFIX, DrainOwner, drain_owner
 from ...core.types import NodeName
-from ...health.hook_limit import HookDrain, over_limit
 from ...health.report.model import DrainState
 
 MAX_NODES_PER_QUERY = 500
@@ -59,6 +58,14 @@ def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     return asyncio.run(_drain(list(wanted)))
 
 
+class HookDrain(Struct, frozen=True):
+    """A node that a hook has drained."""
+
+    at: float
+    """Time of the drain in whole seconds since 1970, according to slurmctld's clock."""
+    node: str
+
+
 class HookDrainResult(Struct, frozen=True):
     """The result of :func:`drain_by_hook`."""
 
@@ -69,7 +76,7 @@ class HookDrainResult(Struct, frozen=True):
 
 
 def drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
-    """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
+    """Drain a node whose check failed, within the limit that all hooks of the cluster share (:func:`over_limit`).
 
     If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier call made it.
     A node that somebody else has drained stays as it is. Raises SlurmUnavailable if Slurm does not answer or refuses; a
@@ -100,6 +107,35 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResu
     except (Refused, Unanswered) as error:
         raise SlurmUnavailable(str(error)) from None
     return HookDrainResult(held_back_reason)
+
+
+def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules: HookRules) -> str:
+    """Return why the drain ``own`` exceeds the limit, or an empty string if it may remain.
+
+    Slurm records the drains by hooks: a node drained by a hook is in state DRAIN, and its reason begins with
+    :data:`~rrl.core.drains.HOOK_PREFIX`. Only root, SlurmUser and administrators can set the state and the reason. So
+    no user can forge a drain by a hook. To exhaust the limit, a user must make as many nodes fail their check as the
+    limit permits.
+
+    Hooks run on all nodes at the same time and do not communicate. Each hook drains its own node first, and waits until
+    Slurm's clock has passed the second of this drain. Then it ranks all drains by hooks in the order of (time, node
+    name). A hook whose drain ranks beyond the limit removes its drain. When a hook reads the list of drains, the list
+    contains all drains that rank before the hook's own drain. So exactly as many drains remain as the limit permits,
+    regardless of the order in which hooks read the list.
+
+    Args:
+        own: Drain of the node on which the hook runs.
+        drains: All nodes that hooks have drained, with or without ``own``.
+        nodes: Number of nodes in the cluster.
+        rules: Limits on drains by hooks.
+    """
+    earlier = [drain.at for drain in drains if (drain.at, drain.node) < (own.at, own.node)]
+    before, lately = len(earlier), sum(at > own.at - rules.window for at in earlier)
+    if lately >= max(1, int(rules.share * nodes)):
+        return f"hooks have drained {lately} of {nodes} nodes within {rules.window:g} s (hooks.share)"
+    if before >= max(1, int(rules.standing * nodes)):
+        return f"{before} of {nodes} nodes are still drained by hooks (hooks.standing)"
+    return ""
 
 
 def undrain_by_hook(node: str) -> bool:

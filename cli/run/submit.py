@@ -1,4 +1,4 @@
-"""``rrl submit`` and ``rrl manage``: start a run, watch it, or run its manager in this process."""
+"""``rrl submit``, ``rrl resume`` and ``rrl manage``: start a run, watch it, or run its manager in this process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from pathlib import Path
 from ...api.interventions import request_end
 from ...api.preflight.job_preflight import checked
 from ...api.runs import check_manageable, find_run, job_of, read_state, summary_of
-from ...api.submission import create, signals_held, start
+from ...api.submission import create, prepare_resume, signals_held, start
+from ...api.submission import resume as resume_run
 from ...api.watching.run_watcher import await_resumed
 from ...api.watching.start_check import NeverBegan
-from ...config.job.document import JobDocument, parse_setting
+from ...config.job.document import JobDocument, Setting, parse_setting
 from ...config.job.load import job_from
 from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, Outcome, UsageError
+from ...core.units import seconds
 from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
@@ -201,3 +203,38 @@ def _progress_to_stderr(wanted: bool) -> Iterator[None]:
         yield
     finally:
         sys.stdout = before
+
+
+def resume(
+    name: str, files: Sequence[Path], settings: Sequence[Setting], *, wait: bool, trust: bool, json: bool
+) -> int:
+    """Continue a run that has ended. The exit codes have the same meaning as for ``rrl submit``.
+
+    The job comes from ``files``, or from the run if there are none; ``settings`` change it.
+    """
+    run = find_run(name)
+    resumption = prepare_resume(run, files, settings, trust_folder=trust)
+    print_warnings(resumption.checked.preflight.doubts)
+    print_warnings(resume_run(resumption, partial(print_started, json=json, wait=wait)))
+    return watch_until_end(run, json) if wait else 0
+
+
+def changes(texts: Sequence[str], steps: int | None, walltime: str | None) -> list[Setting]:
+    """Return the settings (``KEY=VALUE``), and those for which ``rrl resume`` has options of their own."""
+    settings = [parse_setting(text) for text in texts]
+    if steps is not None:
+        settings.append(Setting(("run", "steps"), steps, f"--steps {steps}"))
+    if walltime is not None:
+        _check_positive(walltime)
+        settings.append(Setting(("cluster", "walltime"), walltime, f"--walltime {walltime}"))
+    return settings
+
+
+def _check_positive(text: str) -> None:
+    """Check the value of ``--walltime``. Raises UsageError if it is not a positive duration."""
+    try:
+        if seconds(text):
+            return
+    except ValueError as error:
+        raise UsageError(f"--walltime: {error}") from None
+    raise UsageError(f'--walltime: must be more than 0, not "{text}"')

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ...core.faults import (
-    FAULT_TRAITS,
-    Fault,
-    FaultKind,
-    FaultProblem,
-    FaultTrigger,
-    InvalidFault,
-    TargetKind,
-    parse_trigger,
-    resolve_target,
-    validate_fault,
-)
-from .base import Duration, Table, Time, mistake
-from .roles import CommandRole
-
-if TYPE_CHECKING:
-    from .schema import Job
-
-MAX_RANDOM_FAULTS = 1000
-"""Maximum number of faults from one entry of [[faults.random]]. run_spec.json and the journal store each fault in 80
-bytes."""
+from ...core.faults import FAULT_TRAITS, FaultKind, parse_trigger
+from .base import Duration, Table, Time
 
 
 def _check_trigger(text: str) -> str:
@@ -66,6 +45,14 @@ class RandomFaults(Table):
     amount: Annotated[float, Field(ge=0)] = 0.0
     """Amount as for a planned fault."""
 
+    def values_for(self, kind: FaultKind) -> tuple[float, float]:
+        """Return (seconds, amount) for a fault of ``kind``; 0 for a value that the kind does not take.
+
+        An entry with several kinds may set values that only some of the kinds take.
+        """
+        traits = FAULT_TRAITS[kind]
+        return self.seconds if traits.takes_seconds else 0.0, self.amount if traits.amount else 0.0
+
 
 class FaultsTable(Table):
     """Fault injection. A run has only faults that its job spec plans or allows."""
@@ -76,80 +63,3 @@ class FaultsTable(Table):
     """Seed of the random times and targets."""
     planned: Annotated[tuple[PlannedFault, ...], Field(strict=False)] = ()
     random: Annotated[tuple[RandomFaults, ...], Field(strict=False)] = ()
-
-
-def plan_faults(table: FaultsTable, replicas: Mapping[str, int], horizon: float) -> tuple[Fault, ...]:
-    """Return every fault of the run, with all random choices made.
-
-    Args:
-        table: The ``[faults]`` table.
-        replicas: Number of replicas of each role.
-        horizon: Longest duration of the run (s); later faults are not planned.
-    """
-    draw = random.Random(table.seed)
-    planned = [
-        Fault(
-            f"f{index}",
-            entry.kind,
-            resolve_target(entry.target, entry.kind, replicas, draw),
-            parse_trigger(entry.at),
-            entry.seconds,
-            entry.amount,
-        )
-        for index, entry in enumerate(table.planned)
-    ]
-    for index, random_entry in enumerate(table.random):
-        at = 0.0
-        for count in range(MAX_RANDOM_FAULTS):
-            at += draw.expovariate(1.0 / random_entry.every)
-            if at > horizon:
-                break
-            kind = draw.choice(random_entry.kinds)
-            target = resolve_target(random_entry.target, kind, replicas, draw)
-            trigger = FaultTrigger(time=round(at, 1))
-            planned.append(Fault(f"r{index}.{count}", kind, target, trigger, *values_for_kind(kind, random_entry)))
-    return tuple(planned)
-
-
-def values_for_kind(kind: FaultKind, entry: RandomFaults) -> tuple[float, float]:
-    """Return (seconds, amount) for a fault of ``kind`` that ``entry`` plans; 0 for a value that the kind does not take.
-
-    An entry with several kinds may set values that only some of the kinds take.
-    """
-    traits = FAULT_TRAITS[kind]
-    return entry.seconds if traits.takes_seconds else 0.0, entry.amount if traits.amount else 0.0
-
-
-def check_faults(job: Job) -> None:
-    """Check the values and the target of each fault of a job, and that the target can inject the fault."""
-    replicas = {name: role.replicas for name, role in job.every_role().items()}
-    ranks = {name: role.ranks for name, role in job.every_role().items()}
-    for index, planned in enumerate(job.faults.planned):
-        at = parse_trigger(planned.at)
-        if invalid := validate_fault(
-            planned.kind, planned.target, planned.seconds, planned.amount, replicas, at, ranks
-        ):
-            raise mistake(("faults", "planned", index, _key(invalid, "kind")), invalid.text)
-        _check_needs_worker_api(job, planned.kind, planned.target, ("faults", "planned", index, "kind"))
-    for index, entry in enumerate(job.faults.random):
-        for kind in entry.kinds:
-            if invalid := validate_fault(kind, entry.target, *values_for_kind(kind, entry), replicas, ranks=ranks):
-                raise mistake(("faults", "random", index, _key(invalid, "kinds")), invalid.text)
-            _check_needs_worker_api(job, kind, entry.target, ("faults", "random", index, "kinds"))
-
-
-def _key(invalid: InvalidFault, default: str) -> str:
-    return "target" if invalid.problem is FaultProblem.NO_SUCH_TARGET else default
-
-
-def _check_needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
-    """Check that a role uses the worker API if it must inject the fault itself."""
-    role = job.every_role().get(target.partition("/")[0])
-    traits = FAULT_TRAITS[kind]
-    if (
-        traits.target_kind is TargetKind.REPLICA
-        and not traits.by_signals
-        and isinstance(role, CommandRole)
-        and role.watch != "api"
-    ):
-        raise mistake(at, f'{kind} needs the worker API, but {target} does not use it (watch = "{role.watch}")')

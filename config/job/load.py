@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ...core.text import on_one_line
 from ..model_folder import SHAPE_KEYS, max_length
@@ -31,6 +31,7 @@ from .document import dotted_key as _dotted
 from .render import as_value
 from .resolve import with_dependent_defaults
 from .schema import Job
+from .validation import check
 
 _MAX_DEPTH = 50
 """Maximum depth of nested tables and arrays."""
@@ -83,8 +84,11 @@ def job_from(document: JobDocument, folder: Path | None = None) -> Job:
     if not mistakes:
         try:
             job = Job.model_validate(document.data)
+            check(job)
         except ValidationError as error:
             mistakes = list(_translate_errors(error, document.data))
+        except PydanticCustomError as error:
+            mistakes = [_Mistake((error.context or {})["at"], error.message())]
         else:
             return _with_absolute_paths(job, folder or document.source.parent)
     mistakes.sort(key=lambda one: (document.order(one.key), _dotted(one.key), one.message))

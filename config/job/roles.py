@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...core import run_spec
-from .base import Count, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment, mistake
+from .base import Count, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment
 
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
@@ -123,19 +123,6 @@ class TrainerRole(Role):
     snapshots: bool = _TRAINER.snapshots
     """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""
-
-
-def check_checkpoint_steps(trainer: TrainerRole, steps: int, evaluate_every: int | None) -> None:
-    """Check that each exported or evaluated step has its own checkpoint, in a run of ``steps`` steps.
-
-    Raises:
-        PydanticCustomError: The first mistake, with the key at which it is reported.
-    """
-    every = trainer.checkpoint_every
-    for at, number in ((("roles", "trainer", "export"), trainer.export), (("eval", "every"), evaluate_every)):
-        if isinstance(number, int) and number < steps and number % every:
-            message = f"step {number} would have no checkpoint; write a multiple of checkpoint_every = {every}"
-            raise mistake(at, f"{message} ([roles.trainer])")
 
 
 class RolloutRole(Role):

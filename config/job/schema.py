@@ -24,7 +24,6 @@ from .base import Duration, OptionalTime, SbatchOptions, Size, Strings, Table, T
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable
-from .validation import check
 
 OWN_SCORE_SHORTEST_S = 1800.0
 """Lower bound (s) of the deadline of ``score`` if the user's code scores and ``[phases.score]`` sets no bound. The code
@@ -387,11 +386,6 @@ class Job(Table):
     transport: TransportTable = TransportTable()
     notify: NotifyTable | None = None
     faults: FaultsTable = FaultsTable()
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Job:
-        check(self)
-        return self
 
     def every_role(self) -> dict[str, Role]:
         """Return the roles of this job in the order of their placement; the built-in roles only if there is a task."""

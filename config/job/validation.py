@@ -6,22 +6,26 @@ import difflib
 import json
 import math
 from os.path import expanduser, normpath
-from typing import TYPE_CHECKING
 
 from ...cluster.traits import CLUSTERS
+from ...core.faults import (
+    FAULT_TRAITS,
+    FaultKind,
+    FaultProblem,
+    InvalidFault,
+    TargetKind,
+    parse_trigger,
+    validate_fault,
+)
 from ...core.phases import PHASES
 from ...core.units import duration_text
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
 from ..prompt_file import prompt_columns
 from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
-from .faults import check_faults
 from .resolve import node_groups
-from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole, check_checkpoint_steps
-
-if TYPE_CHECKING:
-    from .schema import Job, PhaseTable, TaskTable
-
+from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
+from .schema import Job, PhaseTable, TaskTable
 
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
@@ -44,7 +48,7 @@ def check(job: Job) -> None:
     _work(job)
     _task(job.task, ("task",))
     _eval(job)
-    check_checkpoint_steps(job.roles.trainer, job.run.steps or 0, None if job.eval is None else job.eval.every)
+    _checkpoint_steps(job)
     _model(job)
     _dual_clip(job.roles.trainer)
     _late(job)
@@ -63,7 +67,7 @@ def check(job: Job) -> None:
     _standby_rollouts(job)
     _one_gpu(job)
     _vllm(job)
-    check_faults(job)
+    _faults(job)
     _track(job)
 
 
@@ -170,6 +174,17 @@ def _model(job: Job) -> None:
             f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
             f" {max_length}; lower it or raise max_length",
         )
+
+
+def _checkpoint_steps(job: Job) -> None:
+    """Check that each exported or evaluated step has its own checkpoint."""
+    steps, trainer = job.run.steps or 0, job.roles.trainer
+    every = trainer.checkpoint_every
+    evaluated = None if job.eval is None else job.eval.every
+    for at, number in ((("roles", "trainer", "export"), trainer.export), (("eval", "every"), evaluated)):
+        if isinstance(number, int) and number < steps and number % every:
+            message = f"step {number} would have no checkpoint; write a multiple of checkpoint_every = {every}"
+            raise mistake(at, f"{message} ([roles.trainer])")
 
 
 def _dual_clip(trainer: TrainerRole) -> None:
@@ -507,3 +522,38 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
 
 def _amount(resource: str, value: int) -> str:
     return f'"{value / 2**20:g}MiB"' if resource == "mem" else str(value)
+
+
+def _faults(job: Job) -> None:
+    """Check the values and the target of each fault of a job, and that the target can inject the fault."""
+    replicas = {name: role.replicas for name, role in job.every_role().items()}
+    ranks = {name: role.ranks for name, role in job.every_role().items()}
+    for index, planned in enumerate(job.faults.planned):
+        at = parse_trigger(planned.at)
+        if invalid := validate_fault(
+            planned.kind, planned.target, planned.seconds, planned.amount, replicas, at, ranks
+        ):
+            raise mistake(("faults", "planned", index, _key_of(invalid, "kind")), invalid.text)
+        _needs_worker_api(job, planned.kind, planned.target, ("faults", "planned", index, "kind"))
+    for index, entry in enumerate(job.faults.random):
+        for kind in entry.kinds:
+            if invalid := validate_fault(kind, entry.target, *entry.values_for(kind), replicas, ranks=ranks):
+                raise mistake(("faults", "random", index, _key_of(invalid, "kinds")), invalid.text)
+            _needs_worker_api(job, kind, entry.target, ("faults", "random", index, "kinds"))
+
+
+def _key_of(invalid: InvalidFault, default: str) -> str:
+    return "target" if invalid.problem is FaultProblem.NO_SUCH_TARGET else default
+
+
+def _needs_worker_api(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
+    """Check that a role uses the worker API if it must inject the fault itself."""
+    role = job.every_role().get(target.partition("/")[0])
+    traits = FAULT_TRAITS[kind]
+    if (
+        traits.target_kind is TargetKind.REPLICA
+        and not traits.by_signals
+        and isinstance(role, CommandRole)
+        and role.watch != "api"
+    ):
+        raise mistake(at, f'{kind} needs the worker API, but {target} does not use it (watch = "{role.watch}")')

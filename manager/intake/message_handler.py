@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from enum import IntEnum
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,10 +28,9 @@ from ..model.events import Event, IntentSettled
 from ..model.queries import current_owner, promoted_to, shares_node, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
-from .clock_recorder import ClockRecorder
 from .finding_gate import FindingGate, is_agent_of
-from .gpu_use_recorder import GpuUseRecorder
 from .hang_investigation import HangInvestigator
+from .interval_recorders import ClockRecorder, GpuUseRecorder
 from .standby_promotion import StandbyPromoter
 
 _log = logging.getLogger("rrl.manager")
@@ -99,33 +99,23 @@ class MessageHandler:
         """Running tasks that read the exit records of vanished steps."""
 
     async def handle(self, incoming: Incoming) -> None:
-        """Check the sender of one message and pass the message to its handler."""
-        message = incoming.message
-        if isinstance(message, msg.AdmissionRequest):
-            await self._admission_request(incoming, message)
-        elif isinstance(message, msg.StepExit):
-            self._step_exit(message)
-        elif isinstance(message, msg.Injected):
-            self._injected(message)
-        elif isinstance(message, msg.StepVanished):
-            await self._step_vanished(message)
-        elif not self._context.state().is_current(message.incarnation):
-            await self._from_fenced(incoming, message)
-        elif isinstance(message, msg.AgentHello | msg.AgentHeartbeat) and not is_agent_of(
-            message.incarnation, message.node
-        ):
-            _log.warning("ignored a message from %s: it is not the agent of %s", message.incarnation, message.node)
-        elif isinstance(message, msg.Hello | msg.AgentHello):
-            await self._greeting(incoming, message)
-        elif incoming.peer in self._connections.get(message.incarnation, ()):
-            self._from_current(message)
-            if isinstance(message, msg.Goodbye) and self._may_exit(message.incarnation):
-                grace = self._context.state().job.limits.step_grace
-                await self._context.send(incoming.peer, msg.Stop(message.incarnation, grace, "its work is done"), None)
-        elif isinstance(message, msg.FindingReport):
-            _log.warning(
-                "ignored a finding from %s: the process has not registered on this connection", message.incarnation
-            )
+        """Pass one message to its handler, if its sender is one of those who may send this kind of message."""
+        message, state = incoming.message, self._context.state()
+        senders, handler = HANDLERS[type(message)]
+        if senders is not Senders.ANY and not state.is_current(message.incarnation):
+            if state.finish is None:
+                return await self._from_fenced(incoming, message)
+            newest = state.replica(message.incarnation.replica).incarnation == message.incarnation
+            if not (newest and senders is Senders.REGISTERED_OR_ENDING):
+                return  # the run is ending: the step was requested to stop, and may finish its current work
+        elif senders >= Senders.REGISTERED and incoming.peer not in self._connections.get(message.incarnation, ()):
+            if isinstance(message, msg.FindingReport):
+                _log.warning(
+                    "ignored a finding from %s: the process has not registered on this connection", message.incarnation
+                )
+            return
+        if (handling := handler(self, incoming, message)) is not None:
+            await handling
 
     async def close(self) -> None:
         """Stop the investigation of hangs."""
@@ -136,13 +126,6 @@ class MessageHandler:
 
         The sender is a standby process that is being promoted, or a fenced incarnation.
         """
-        if self._context.state().finish is not None:
-            newest = self._context.state().replica(message.incarnation.replica).incarnation == message.incarnation
-            if newest and isinstance(message, msg.Committed):  # a resumed run continues from this step
-                self._committed(message)
-            elif newest and isinstance(message, msg.ClockReport):  # the last reading of its clock
-                self.clock_recorder.on_report(message.incarnation, message.clock)
-            return  # the run is ending: the step was requested to stop, and may finish its current work
         if promoted_to(self._context.state(), message.incarnation) is not None:
             if isinstance(message, msg.Hello):  # the standby process did not receive its Promote message
                 self.standby_promoter.on_standby_hello(incoming.peer, message)
@@ -218,7 +201,7 @@ class MessageHandler:
                 self._context.record(ev.Admitted(incarnation, message.tag, message.node, message.pid))
         await self._context.send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.request_id)
 
-    def _injected(self, message: msg.Injected) -> None:
+    def _injected(self, _: Incoming, message: msg.Injected) -> None:
         """Record the report of an injected fault, if this run requested that fault."""
         fault = message.fault
         if fault.id not in self._context.state().triggered_faults:
@@ -238,11 +221,11 @@ class MessageHandler:
             )
         )
 
-    def _step_exit(self, message: msg.StepExit) -> None:
+    def _step_exit(self, _: Incoming, message: msg.StepExit) -> None:
         self._peers.steps.pop(message.tag, None)
         self._on_exit_record(message)
 
-    async def _step_vanished(self, message: msg.StepVanished) -> None:
+    async def _step_vanished(self, _: Incoming, message: msg.StepVanished) -> None:
         """Look for the exit record of a step that vanished, for at most EXIT_RECORD_READ_TIMEOUT_S seconds.
 
         If the run directory hangs, the lookup continues in the background, and its result is handled when it arrives.
@@ -328,8 +311,8 @@ class MessageHandler:
                 self._on_exit_record(record)
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
-    async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
-        """Accept the Hello of a process, or fence it if another process is already the incarnation that it names.
+    async def _register(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> bool:
+        """Register the process that sent a Hello; fence it and return False if another process is this incarnation.
 
         An incarnation is exactly one process: the first that sends a Hello from the step that was launched as, or
         promoted to, this incarnation. All other processes are fenced.
@@ -340,22 +323,21 @@ class MessageHandler:
             conflict = f"{incarnation} runs in step {known.step}, not in {message.tag}"
             _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict, message.tag), None)
-            return
+            return False
         # after its Goodbye, the command may continue and start another worker process
         joined = known.status is Status.JOINED and known.pid is not None and known.phase != STOPPING
         if joined and (known.host, known.pid) != (message.host, message.pid):
             conflict = f"{incarnation} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
             _log.warning("%s: process %d on %s is fenced", conflict, message.pid, message.host)
             await self._context.send(incoming.peer, msg.Fenced(incarnation, conflict), None)
-            return
+            return False
         self._connections[incarnation] = (incoming.peer, *self._connections.get(incarnation, ())[:1])
-        if isinstance(message, msg.Hello):
-            await self._hello(incoming, message)
-        else:
-            self._from_current(message)
+        return True
 
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
         """Record that a worker or standby process has joined, unless another incarnation uses one of its GPUs."""
+        if not await self._register(incoming, message):
+            return
         incarnation, state, now = message.incarnation, self._context.state(), self._context.now()
         replica = state.replica(incarnation.replica)
         standby = role_of(incarnation.replica) == STANDBY_ROLE
@@ -390,7 +372,7 @@ class MessageHandler:
             self._context.record(ev.VersionAvailable(incarnation, message.weight_version))
         await self._context.send(incoming.peer, self._welcome(incarnation), None)
 
-    def _committed(self, message: msg.Committed) -> None:
+    def _committed(self, _: Incoming, message: msg.Committed) -> None:
         """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
         if message.step > self._context.state().step:
             commit = 0 if message.completes_commit else message.commit
@@ -415,68 +397,134 @@ class MessageHandler:
         )
         return role is not None and not role.service
 
-    def _from_current(self, message: Any) -> None:
-        """Record the changes that a message of a current incarnation reports, and update the health monitor."""
-        incarnation, now, monitor = message.incarnation, self._context.now(), self._context.monitor
-        if isinstance(message, msg.Heartbeat):
-            monitor.on_heartbeat(incarnation, message.phase, message.done, message.waits_for, now, message.data)
-            self._update_phase(incarnation, message.phase, message.waits_for)
-            if (note := escaped(message.note[:MAX_NOTE_CHARS])) != self._context.state().replica(
-                incarnation.replica
-            ).note:
-                self._context.record(ev.NoteChanged(incarnation, note))
-            if incarnation.replica == STORE:
-                self._record_outside_wait(incarnation, now)
-        elif isinstance(message, msg.ClockReport):
-            self.clock_recorder.on_report(incarnation, message.clock)
-        elif isinstance(message, msg.PhaseEntered):
-            monitor.on_phase(incarnation, message.phase, message.done, message.waits_for, now)
-            self._update_phase(incarnation, message.phase, message.waits_for)
-        elif isinstance(message, msg.FirstWorkDone):
-            self._context.record(ev.FirstWorkDone(incarnation))
-        elif isinstance(message, msg.VersionAvailable):
-            self._context.record(ev.VersionAvailable(incarnation, message.version))
-        elif isinstance(message, msg.Committed):
-            self._committed(message)
-        elif isinstance(message, msg.Evaluated):
-            if message.step > self._context.state().evaluated:
-                self._context.record(ev.Evaluated(incarnation, message.step, message.metrics))
-        elif isinstance(message, msg.ValuesLogged):
-            names = list(message.values)[: msg.MAX_LOGGED_NAMES]
-            values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
-            self._context.record(ev.ValuesLogged(incarnation, values))
-        elif isinstance(message, msg.Goodbye):
-            monitor.on_goodbye(incarnation, now)
-            self._update_phase(incarnation, STOPPING)
-        elif isinstance(message, msg.AgentHello):
-            monitor.on_agent_message(message.node, incarnation, now, message.boot)
-            finding = check_memlock(message, self._context.state().job.transport.weights, now)
-            self.finding_gate.on_agent_hello(message, *((finding,) if finding is not None else ()))
-            joined = ev.AgentJoined(
-                incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address
-            )
-            self._context.record(joined)
-        elif isinstance(message, msg.FindingReport):
-            self.finding_gate.on_report(message)
-        elif isinstance(message, msg.ProbeReply | msg.Stacks):
-            self.hang_investigator.on_reply(message)
-        elif isinstance(message, msg.AgentHeartbeat):
-            monitor.on_agent_message(message.node, incarnation, now)
-            if message.gpu_use is not None:
-                self._gpu_use_recorder.on_report(message.node, message.gpu_use)
-            loads = {load.tag: load for load in message.loads}
-            # Only the replicas of this node are visited: a thousand agents send this message every second.
-            for resident in monitor.incarnations_on(message.node):
-                replica = self._context.state().replica(resident.replica)
-                if replica.status is Status.STARTING and replica.step in message.alive:
-                    monitor.on_step_alive(replica.incarnation, now)
-                if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != STANDBY_ROLE:
-                    monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor, load.stopped)
+    def _heartbeat(self, _: Incoming, message: msg.Heartbeat) -> None:
+        incarnation, now = message.incarnation, self._context.now()
+        self._context.monitor.on_heartbeat(
+            incarnation, message.phase, message.done, message.waits_for, now, message.data
+        )
+        self._update_phase(incarnation, message.phase, message.waits_for)
+        note = escaped(message.note[:MAX_NOTE_CHARS])
+        if note != self._context.state().replica(incarnation.replica).note:
+            self._context.record(ev.NoteChanged(incarnation, note))
+        if incarnation.replica == STORE:
+            self._record_outside_wait(incarnation, now)
+
+    def _phase_entered(self, _: Incoming, message: msg.PhaseEntered) -> None:
+        self._context.monitor.on_phase(
+            message.incarnation, message.phase, message.done, message.waits_for, self._context.now()
+        )
+        self._update_phase(message.incarnation, message.phase, message.waits_for)
+
+    def _first_work_done(self, _: Incoming, message: msg.FirstWorkDone) -> None:
+        self._context.record(ev.FirstWorkDone(message.incarnation))
+
+    def _version_available(self, _: Incoming, message: msg.VersionAvailable) -> None:
+        self._context.record(ev.VersionAvailable(message.incarnation, message.version))
+
+    def _evaluated(self, _: Incoming, message: msg.Evaluated) -> None:
+        if message.step > self._context.state().evaluated:
+            self._context.record(ev.Evaluated(message.incarnation, message.step, message.metrics))
+
+    def _values_logged(self, _: Incoming, message: msg.ValuesLogged) -> None:
+        names = list(message.values)[: msg.MAX_LOGGED_NAMES]
+        values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
+        self._context.record(ev.ValuesLogged(message.incarnation, values))
+
+    def _finding_report(self, _: Incoming, message: msg.FindingReport) -> None:
+        self.finding_gate.on_report(message)
+
+    def _investigation_reply(self, _: Incoming, message: msg.ProbeReply | msg.Stacks) -> None:
+        self.hang_investigator.on_reply(message)
+
+    def _clock_report(self, _: Incoming, message: msg.ClockReport) -> None:
+        self.clock_recorder.on_report(message.incarnation, message.clock)
+
+    async def _goodbye(self, incoming: Incoming, message: msg.Goodbye) -> None:
+        incarnation = message.incarnation
+        self._context.monitor.on_goodbye(incarnation, self._context.now())
+        self._update_phase(incarnation, STOPPING)
+        if self._may_exit(incarnation):
+            grace = self._context.state().job.limits.step_grace
+            await self._context.send(incoming.peer, msg.Stop(incarnation, grace, "its work is done"), None)
+
+    async def _agent_hello(self, incoming: Incoming, message: msg.AgentHello) -> None:
+        if not _is_from_agent(message) or not await self._register(incoming, message):
+            return
+        incarnation, now = message.incarnation, self._context.now()
+        self._context.monitor.on_agent_message(message.node, incarnation, now, message.boot)
+        finding = check_memlock(message, self._context.state().job.transport.weights, now)
+        self.finding_gate.on_agent_hello(message, *((finding,) if finding is not None else ()))
+        joined = ev.AgentJoined(
+            incarnation, message.node, message.host, message.pid, message.probe, message.snapshot_address
+        )
+        self._context.record(joined)
+
+    def _agent_heartbeat(self, _: Incoming, message: msg.AgentHeartbeat) -> None:
+        if not _is_from_agent(message):
+            return
+        now, monitor = self._context.now(), self._context.monitor
+        monitor.on_agent_message(message.node, message.incarnation, now)
+        if message.gpu_use is not None:
+            self._gpu_use_recorder.on_report(message.node, message.gpu_use)
+        loads = {load.tag: load for load in message.loads}
+        # Only the replicas of this node are visited: a thousand agents send this message every second.
+        for resident in monitor.incarnations_on(message.node):
+            replica = self._context.state().replica(resident.replica)
+            if replica.status is Status.STARTING and replica.step in message.alive:
+                monitor.on_step_alive(replica.incarnation, now)
+            if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != STANDBY_ROLE:
+                monitor.on_load(replica.incarnation, load.cpu, load.gpu, now, load.tensor, load.stopped)
 
     def _update_phase(self, incarnation: Incarnation, phase: str, waits_for: ReplicaId | None = None) -> None:
         """Record the phase if it changed."""
         if self._context.state().replica(incarnation.replica).phase != phase:
             self._context.record(ev.PhaseEntered(incarnation, phase, waits_for))
+
+
+class Senders(IntEnum):
+    """Who may send a message."""
+
+    ANY = 0
+    """Any process. The message is about a step or a fault; its handler finds out to which incarnation that belongs."""
+    CURRENT = 1
+    """The current incarnation, on any connection."""
+    REGISTERED = 2
+    """The process that is the current incarnation: it has sent its Hello on this connection."""
+    REGISTERED_OR_ENDING = 3
+    """As REGISTERED; while the run is ending, also the newest incarnation, although it is not current any more."""
+
+
+HANDLERS: Mapping[type, tuple[Senders, Callable[[MessageHandler, Incoming, Any], Awaitable[None] | None]]] = {
+    msg.AdmissionRequest: (Senders.ANY, MessageHandler._admission_request),
+    msg.StepExit: (Senders.ANY, MessageHandler._step_exit),
+    msg.StepVanished: (Senders.ANY, MessageHandler._step_vanished),
+    msg.Injected: (Senders.ANY, MessageHandler._injected),
+    msg.Hello: (Senders.CURRENT, MessageHandler._hello),
+    msg.AgentHello: (Senders.CURRENT, MessageHandler._agent_hello),
+    msg.AgentHeartbeat: (Senders.REGISTERED, MessageHandler._agent_heartbeat),
+    msg.Heartbeat: (Senders.REGISTERED, MessageHandler._heartbeat),
+    msg.PhaseEntered: (Senders.REGISTERED, MessageHandler._phase_entered),
+    msg.FirstWorkDone: (Senders.REGISTERED, MessageHandler._first_work_done),
+    msg.VersionAvailable: (Senders.REGISTERED, MessageHandler._version_available),
+    msg.Evaluated: (Senders.REGISTERED, MessageHandler._evaluated),
+    msg.ValuesLogged: (Senders.REGISTERED, MessageHandler._values_logged),
+    msg.FindingReport: (Senders.REGISTERED, MessageHandler._finding_report),
+    msg.ProbeReply: (Senders.REGISTERED, MessageHandler._investigation_reply),
+    msg.Stacks: (Senders.REGISTERED, MessageHandler._investigation_reply),
+    msg.Goodbye: (Senders.REGISTERED, MessageHandler._goodbye),
+    # a resumed run continues from the last commit, and counts the last reading of each clock
+    msg.Committed: (Senders.REGISTERED_OR_ENDING, MessageHandler._committed),
+    msg.ClockReport: (Senders.REGISTERED_OR_ENDING, MessageHandler._clock_report),
+}
+"""Senders and handler of each message."""
+
+
+def _is_from_agent(message: msg.AgentHello | msg.AgentHeartbeat) -> bool:
+    """Return whether the sender is the agent of the node in the message; log a warning if it is not."""
+    if is_agent_of(message.incarnation, message.node):
+        return True
+    _log.warning("ignored a message from %s: it is not the agent of %s", message.incarnation, message.node)
+    return False
 
 
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:

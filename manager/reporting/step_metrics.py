@@ -1,9 +1,9 @@
 """One row for each committed step, folded from a run's events: for ``rrl metrics`` and for trackers. Pure.
 
 A row is complete once the clock reading that covers its step is recorded, at most a few seconds after the commit
-(:mod:`rrl.manager.intake.clock_recorder`). If an evaluation of its weights is due (``[eval]``), the row also waits for
-the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps, each
-step once, and a row is the same whenever and wherever the journal is read.
+(:mod:`rrl.manager.intake.interval_recorders`). If an evaluation of its weights is due (``[eval]``), the row also waits
+for the result. Row 0 has the evaluation of the weights before the first step. Rows come in the order of their steps,
+each step once, and a row is the same whenever and wherever the journal is read.
 
 What happened between two commits (failures, restarts, values that roles logged) is part of the row of the later step.
 In a run without a trainer each report of logged values is a row of its own, and ``step`` counts these rows.

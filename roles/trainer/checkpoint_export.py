@@ -38,8 +38,7 @@ from ..checkpoints.folders import DamagedCheckpoint, verified
 from ..checkpoints.safetensors_files import write_weights
 from ..checkpoints.stored_tensors import INDEX, OLDER_RRL, TORCH_FILES, WEIGHTS_PREFIX, UnreadableTensors, read_index
 from ..models.hf_folder import write_model_files
-from ..trajectories.durable.commits import read_commits
-from ..trajectories.durable.log import LogDamaged
+from ..trajectories.durable.log import LogDamaged, read_commits
 from ..trajectories.durable.records import LogFormatError, StepCommitted
 
 NOTE = "rrl_export.json"

@@ -13,7 +13,6 @@ from ...core.types import Incarnation, ReplicaId
 from .dispatch.engines import Engines, Known
 from .dispatch.lease_table import Leases
 from .dispatch.lengths import Answer, GroupEstimate
-from .dispatch.prefix_cache import deal
 from .dispatch.work_sharing import CONSIDERED, length_class
 from .durable.groups import Group, TrajectoryState, parent_of, prompt_length
 from .durable.log import DurableState
@@ -230,7 +229,7 @@ class WorkQueue:
         """Lease to a rollout its share of the waiting trajectories, or the first ones if lengths hardly differ.
 
         Leasing stops at the first trajectory that a rollout with these weights may not work on. A turn is left to the
-        rollout that has its prefix, if that rollout also requests work (:mod:`.dispatch.prefix_cache`).
+        rollout that has its prefix, if that rollout also requests work (:func:`deal`).
         """
         popped: list[tuple[float, int, int, int]] = []
         leased: list[TrajectoryState] = []
@@ -358,3 +357,40 @@ class WorkQueue:
             estimate = lengths.refine(before, [Answer(each.length, each.finished) for each in group.trajectories])
             self._estimates[group.created.group] = estimate
         return Known(estimate, track.length, prompt_length(track))
+
+
+def deal(
+    waiting: Sequence[tuple[int, Incarnation | None]],
+    engine: Incarnation,
+    places: int,
+    others: Mapping[Incarnation, int],
+) -> list[int]:
+    """Return which of the waiting turns an engine gets, so that a turn continues where its prefix is cached.
+
+    The rollout that sampled the parent of a turn has computed everything before the turn. While its weights stay the
+    same, this rollout need not compute these tokens again. So this rollout gets the turn if it requests work now. No
+    turn waits for a busy rollout.
+
+    Only the first turns in the order of leases are dealt out: as many as there are free places in all rollouts that
+    request work now. Each of these turns is leased at once. So the preference delays no turn, and no turn overtakes
+    another.
+
+    Args:
+        waiting: The turns in the order of leases, each with the engine that has its prefix, or None if no engine has
+            it.
+        engine: The engine that requests work.
+        places: Free places of this engine.
+        others: Free places of the other engines that request work now.
+    """
+    left = {**others, engine: places}
+    dealt = waiting[: sum(left.values())]
+    own: list[int] = []
+    rest: list[int] = []
+    for turn, cached in dealt:
+        if cached is None or not left.get(cached):
+            rest.append(turn)
+            continue
+        left[cached] -= 1
+        if cached == engine:
+            own.append(turn)
+    return own + rest[: left[engine]]

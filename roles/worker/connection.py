@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -44,7 +45,6 @@ from ..trajectories.client import Refused, TrajectoryClient, store_address
 from ..trajectories.types import StepMetrics
 from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
-from .event_loop import die_on_error, open_loop
 from .main_thread import ProbeResponder, SelfFaults
 from .status.work_status import WorkStatus
 from .weight_sources import Superseded, WeightSources, unless_set
@@ -103,7 +103,7 @@ class ManagerConnection:
         self._welcomed, self._new_version = threading.Event(), threading.Event()
         self._standby_over = threading.Event()
         """Set when a standby stops waiting: it was promoted, it was asked to stop, or its connection failed."""
-        self._loop = open_loop(self)
+        self._loop = _open_loop(self)
         self._thread = threading.Thread(target=self._main, name="rrl-connection", daemon=True)
         self._failure: BaseException | None = None
         self._store: TrajectoryClient | None = None
@@ -288,7 +288,7 @@ class ManagerConnection:
     def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
         for coroutine in coroutines:
             task = self._loop.create_task(coroutine)
-            task.add_done_callback(die_on_error)
+            task.add_done_callback(_die_on_error)
             self._tasks.append(task)
 
     async def _promote(self, promotion: msg.Promote) -> None:
@@ -498,3 +498,30 @@ class ManagerConnection:
             raise Superseded(f"{version} is superseded")
         chain = self._transport_settings.chain
         return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
+
+
+def _open_loop(owner: object) -> asyncio.AbstractEventLoop:
+    """Return a new event loop, which is closed when ``owner`` is garbage-collected or Python exits.
+
+    The loop is closed because a loop that is still open when Python exits may print a traceback after all other output
+    of the process. The traceback would hide the line that says why the process ends. A loop that is running at that
+    time is not closed.
+    """
+    loop = asyncio.new_event_loop()
+    weakref.finalize(owner, _close_idle, loop)
+    return loop
+
+
+def _close_idle(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_running():
+        loop.close()
+
+
+def _die_on_error(task: asyncio.Task[Any]) -> None:
+    """End the process if ``task``, a task of the connection, has failed.
+
+    Without this task the worker could not send or receive.
+    """
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("a task of the connection to the manager failed; this process exits: %r", error)
+        os._exit(1)

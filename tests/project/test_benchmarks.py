@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from rrl.benchmarks import _provenance, _requirements, looks, manager_away, restart, slurm_reads, takeover, track
+from rrl.benchmarks import (
+    _provenance,
+    _requirements,
+    code_lines,
+    looks,
+    manager_away,
+    restart,
+    slurm_reads,
+    takeover,
+    track,
+)
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import NEEDS, Need
 from rrl.tests.support.slurm import lab as slurm
@@ -67,6 +77,19 @@ def test_looks_track_and_slurm_reads_report_the_agreed_figures() -> None:
         "pyslurm_ms",
         "loop_gap_s",
     }
+
+
+def test_code_lines_count_statements_and_no_docstring_however_they_are_formatted() -> None:
+    module = '"""Docstring\nof two lines."""\nLIMIT = 3\n"""In s."""\n\n# comment\nf(\n    1,\n    2,\n)\n'
+    files = {
+        "pyproject.toml": '[tool.setuptools]\npackages = ["rrl", "rrl.core"]',
+        "core/a.py": module,
+        "core/b.py": "if x: y()\n",
+        "tests/core/test_a.py": module,
+        "examples/a.py": module,
+        "docs/a.md": "one\n\nthree\n",
+    }
+    assert code_lines.count(files) == {"product": 3, "product core": 3, "tests": 2, "docs": 3}
 
 
 @pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--no-such-option", 2)])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable
+from rrl.config.job.faults import FaultsTable
+from rrl.config.job.resolve import MAX_RANDOM_FAULTS
 from rrl.core.faults import FAULT_TRAITS, MANAGER, SUPPORT_ROLE_KINDS, FaultKind, FaultTraits
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.execute.fault_injection import MAX_FILL_BYTES

@@ -6,18 +6,15 @@ packages, and does not find a circle within one package.
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from rrl.tests.support.syntax_tree import parse
+from rrl.tests.support.import_graph import Import, Product, has_code, strongly_connected
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 MAX_LINES = 700
 """Largest number of lines of a file. A longer file probably has more than one idea."""
 SHORT_LINES = 60
@@ -46,7 +43,6 @@ REPEATED_NAMES = {
     "launch": "the launch file, and the manager's part that writes it",
     "main": "entry point of a program",
     "messages": "of the control plane, of the snapshot server",
-    "metrics": "for Prometheus, and the command that prints the metrics of steps",
     "nodes": "of Slurm, of the planner",
     "parsing": "of DCGM's output, of Slurm's",
     "process_group": "of the operating system (launcher), of torch.distributed (trainer)",
@@ -68,69 +64,6 @@ REPEATED_NAMES = {
 """Module names that several packages use, each with its meanings, which differ too much to mislead a reader."""
 
 
-class Import(NamedTuple):
-    importer: str
-    imported: str
-    line: int
-
-
-class Product:
-    """Modules below a folder that stands for the package ``rrl``, and the imports between them.
-
-    An import within a function counts, because it only delays the effect of a circle until the first call. An import
-    for type checkers does not count.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        found = [root / "__init__.py", *(path for name in PACKAGES for path in sorted((root / name).rglob("*.py")))]
-        self.files = {_module_of(path.relative_to(root)): path for path in found if path.exists()}
-        self.imports = [one for module, path in self.files.items() for one in self._imports_of(module, path)]
-
-    def _imports_of(self, module: str, path: Path) -> Iterator[Import]:
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in _without_type_checking(parse(path.read_text(), path)):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                source = _source(node, package)
-                names = [f"{source}.{alias.name}" for alias in node.names]
-                names = [name if name in self.files else source for name in names]
-            else:
-                continue
-            yield from {Import(module, name, node.lineno) for name in names if name in self.files and name != module}
-
-    def place(self, one: Import) -> str:
-        """Return a description of an import for a message: its file, line and target."""
-        path = self.files[one.importer].relative_to(self.root)
-        return f"    {path}:{one.line} imports {one.imported.removeprefix('rrl.')}"
-
-
-def _module_of(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(("rrl", *(parts[:-1] if parts[-1] == "__init__" else parts)))
-
-
-def _source(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute name of the module in a ``from`` statement of ``package``."""
-    if not node.level:
-        return node.module or ""
-    parents = package.split(".")
-    base = parents[: len(parents) - node.level + 1]
-    return ".".join([*base, node.module] if node.module else base)
-
-
-def _without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below ``node`` except the bodies of ``if TYPE_CHECKING:``."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for other in child.orelse:
-                yield from _without_type_checking(other)
-        else:
-            yield child
-            yield from _without_type_checking(child)
-
-
 # ── import circles ───────────────────────────────────────────────────────────────────────────────────────────────────
 def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -> list[str]:
     """Describe each circle: its members, every import between them, and how to open it.
@@ -140,7 +73,7 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
         product: Knows the files of the modules.
     """
     found = []
-    for members in _strongly_connected({key for key in imports if key[0] != key[1]}):
+    for members in strongly_connected({key for key in imports if key[0] != key[1]}):
         inside = [one for (a, b), those in imports.items() if a != b and {a, b} <= members for one in those]
         found.append(
             "\n".join(
@@ -151,30 +84,6 @@ def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -
                 )
             )
         )
-    return found
-
-
-def _strongly_connected(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Return each set of two or more nodes in which every node reaches every other."""
-    after: dict[str, set[str]] = defaultdict(set)
-    for start, end in edges:
-        after[start].add(end)
-    reached = {node: _reached(node, after) for node in list(after)}
-    groups = {
-        frozenset({node} | {other for other in those if node in reached.get(other, ())})
-        for node, those in reached.items()
-    }
-    return sorted((set(group) for group in groups if len(group) > 1), key=sorted)
-
-
-def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    waiting = list(after.get(start, ()))
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(after.get(node, ()))
     return found
 
 
@@ -209,12 +118,7 @@ def _member(module: str, package: str) -> str:
 def _lengths(product: Product) -> dict[Path, int]:
     """Return the number of lines of each file that has code; an ``__init__.py`` with only a docstring has none."""
     texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
-    return {path: len(text.splitlines()) for path, text in texts.items() if _has_code(text)}
-
-
-def _has_code(text: str) -> bool:
-    body = parse(text).body
-    return bool(body[1:]) or bool(body and not isinstance(body[0], ast.Expr))
+    return {path: len(text.splitlines()) for path, text in texts.items() if has_code(text)}
 
 
 def long_files(product: Product) -> list[str]:
@@ -311,6 +215,7 @@ def planted(root: Path, files: Mapping[str, str]) -> Product:
         "from rrl.core.b import f",
         "import rrl.core.b",
         "def g():\n    from .b import f",
+        "if TYPE_CHECKING:\n    from .b import f",
     ],
 )
 def test_a_circle_of_modules_is_found_and_named(tmp_path: Path, line: str) -> None:
@@ -318,11 +223,6 @@ def test_a_circle_of_modules_is_found_and_named(tmp_path: Path, line: str) -> No
     [found] = module_circles(product)
     assert "circle of rrl.core.a, rrl.core.b" in found
     assert "core/b.py:2 imports core.a" in found
-
-
-def test_an_import_for_type_checkers_makes_no_circle(tmp_path: Path) -> None:
-    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B"
-    assert module_circles(planted(tmp_path, {"core/a.py": text, "core/b.py": "from .a import A"})) == []
 
 
 def test_a_circle_of_sub_packages_is_found_without_one_of_modules(tmp_path: Path) -> None:

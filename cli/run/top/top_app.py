@@ -15,8 +15,7 @@ from ....core.text import escaped
 from ....core.types import OperationFailed, UsageError
 from .changes import Change, ChangeRequested
 from .run_feed import RunFeed, Snapshot
-from .screens.confirmation_screen import ConfirmationScreen
-from .screens.help_screen import HelpScreen
+from .screens.dialogs import ConfirmationScreen, HelpScreen
 from .screens.run_screen import RunScreen
 from .screens.runs_screen import RunsScreen
 

@@ -17,22 +17,33 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from ....core.run_dir import sync
 from .audit import Audit, audit
-from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, decode, encode
+from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, StepCommitted, decode, encode
 from .state import State
 
+T = TypeVar("T")
 _HEADER = struct.Struct("<4sIII")
 """Header of a frame: magic bytes, mark, length of the payload, and CRC-32 of the mark, the length and the payload. The
 mark is twice the number of the flush that wrote the frame, plus one for the last frame of the flush."""
 _MAGIC = b"rrlT"
+READ_ATTEMPTS = 5
+"""Number of attempts to read a log before it counts as damaged. A reader can find a flush that is half written, or a
+log that its store is replacing. Both states last only a moment."""
+RETRY_DELAY_S = 0.2
+"""Seconds between two attempts."""
+_TAG = b"step_committed"
+_TAG_WITHIN_BYTES = 24
+"""Number of first bytes of a payload that contain the tag of its record. Only payloads with the tag of a commit are
+decoded, because a log has far more bytes of tokens."""
 
 
 class LogDamaged(RuntimeError):
@@ -310,3 +321,44 @@ class DurableState:
     def close(self) -> None:
         """Close the log."""
         self._log.close()
+
+
+def read_newest(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what ``read`` finds in the newest log of ``folder``, which its store may be writing; None without a log.
+
+    Raises:
+        LogDamaged: The log cannot be read.
+        OSError: The folder or the log cannot be read.
+    """
+    for left in reversed(range(READ_ATTEMPTS)):
+        try:
+            written = [
+                path for path in log_files(folder) if path.stat().st_size
+            ]  # a new store begins with an empty log
+            return read(written[-1]) if written else None
+        except (LogDamaged, OSError):
+            if not left:
+                raise
+            time.sleep(RETRY_DELAY_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def read_commits(folder: Path) -> dict[int, StepCommitted]:
+    """Return the commits in the newest log of ``folder``, by step; empty if there is no log or no commit yet.
+
+    A store keeps the commits whose checkpoints are kept. Its log may also contain older commits.
+
+    Raises:
+        LogDamaged: The log cannot be read.
+        LogFormatError: A commit was written by a version of rrl that this version cannot read.
+        OSError: The folder or the log cannot be read.
+    """
+    return read_newest(folder, _commits) or {}
+
+
+def _commits(path: Path) -> dict[int, StepCommitted]:
+    commits: dict[int, StepCommitted] = {}
+    for payload in read_frames(path):
+        if _TAG in payload[:_TAG_WITHIN_BYTES] and isinstance(record := decode(payload), StepCommitted):
+            commits[record.number] = record
+    return commits

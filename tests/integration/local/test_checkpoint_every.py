@@ -22,7 +22,7 @@ from rrl.core.processes import read_process
 from rrl.core.types import Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
-from rrl.roles.trajectories.durable.commits import read_commits
+from rrl.roles.trajectories.durable.log import read_commits
 from rrl.tests.support.runs import (
     QUICKSTART,
     Incarnations,

@@ -10,7 +10,7 @@ import pytest
 
 from rrl.core.phases import STANDBY
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.manager.intake.clock_recorder import COMMIT_RECORD_INTERVAL_S
+from rrl.manager.intake.interval_recorders import COMMIT_RECORD_INTERVAL_S
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.figures.idle_times import phase_times

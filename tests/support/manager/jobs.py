@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rrl.config.job.node_groups import pool_nodes
+from rrl.config.job.resolve import pool_nodes
 from rrl.core.faults import Fault
 from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleSpec, RunSpec
 from rrl.core.types import ReplicaId, Resources

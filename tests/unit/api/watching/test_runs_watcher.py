@@ -99,11 +99,10 @@ def test_damaged_journal_is_named_and_hides_no_other_run(root: Path) -> None:
 
 def test_runs_beyond_the_time_of_a_poll_are_read_by_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Story("aaa-1").works().written(root)
-    monkeypatch.setattr(runs_watcher, "FIRST_READS_S", 0.0)
     watcher = RunsWatcher()
-    assert [one.entry.standing for one in watcher.poll()] == [UNREAD]
-    monkeypatch.undo()
-    monkeypatch.setenv(RUNS_ENV, str(root))
+    with monkeypatch.context() as hurried:
+        hurried.setattr(runs_watcher, "FIRST_READS_S", 0.0)
+        assert [one.entry.standing for one in watcher.poll()] == [UNREAD]
     assert [one.entry.standing for one in watcher.poll()] == ["unattended"]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.config.job.faults import MAX_RANDOM_FAULTS, FaultsTable, plan_faults
+from rrl.config.job.faults import FaultsTable
 from rrl.config.job.load import SpecError, load_job
-from rrl.config.job.resolve import resolve
+from rrl.config.job.resolve import MAX_RANDOM_FAULTS, plan_faults, resolve
 from rrl.config.job.schema import Job
 from rrl.core.faults import (
     FAULT_TRAITS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -328,7 +329,10 @@ def test_lines_overwritten_by_the_kernel_are_counted(log: Log, reader: KernelRea
     assert reader.read().dropped == 3
 
 
-def test_flood_of_lines_is_cut_and_counted_without_hiding_an_xid(tmp_path: Path) -> None:
+def test_flood_of_lines_is_cut_and_counted_without_hiding_an_xid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.health.readers.kernel_log._MAX_READ_S", math.inf)  # one read takes the whole flood
     noise = [f"4,{n},1000,-;Buffer I/O error on dev sda, logical block {n}" for n in range(5000)]
     noise[2500] = f"4,2500,1000,-;{XID_79}"
     noise[3000] = "4,3000,1000,-;Out of memory: Killed process 5 (x)"
@@ -342,7 +346,8 @@ def test_flood_of_lines_is_cut_and_counted_without_hiding_an_xid(tmp_path: Path)
     assert data.events[0].kind == "io"  # events are in the order in which they were written
 
 
-def test_storm_of_one_xid_does_not_hide_another_xid(tmp_path: Path) -> None:
+def test_storm_of_one_xid_does_not_hide_another_xid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.health.readers.kernel_log._MAX_READ_S", math.inf)
     lines = [f"4,{n},1000,-;NVRM: Xid (PCI:0000:1b:00): 13, pid=1, again {n}" for n in range(1000)]
     lines.append(f"4,1000,1000,-;{XID_79}")
     (tmp_path / "kmsg").write_text("\n".join(lines) + "\n")

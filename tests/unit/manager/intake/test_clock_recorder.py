@@ -12,7 +12,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.context import RunContext
-from rrl.manager.intake.clock_recorder import COMMIT_RECORD_INTERVAL_S, RECORD_INTERVAL_S, ClockRecorder
+from rrl.manager.intake.interval_recorders import CLOCK_RECORD_INTERVAL_S, COMMIT_RECORD_INTERVAL_S, ClockRecorder
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, StopStep
 from rrl.tests.support.manager.handling import HELLO, LAUNCHED, R1, R2, STEP, WANTED, WHY, Handling
@@ -55,7 +55,7 @@ def test_reports_without_commits_are_recorded_once_a_minute(recorder: Recorder) 
     for second in range(0, 601, 5):
         recorder.now = 1000.0 + second
         recorder.on_report(R1, reading(second))
-    assert len(recorder.recorded) == 600 / RECORD_INTERVAL_S
+    assert len(recorder.recorded) == 600 / CLOCK_RECORD_INTERVAL_S
     assert recorder.recorded[-1].readings == ((R1, reading(600)),)
 
 

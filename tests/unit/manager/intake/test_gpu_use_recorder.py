@@ -11,7 +11,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import GpuUse, Incarnation, NodeName, Outcome, ReplicaId
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.context import RunContext
-from rrl.manager.intake.gpu_use_recorder import RECORD_INTERVAL_PER_NODE_S, RECORD_INTERVAL_S, GpuUseRecorder
+from rrl.manager.intake.interval_recorders import GPU_USE_RECORD_INTERVAL_S, RECORD_INTERVAL_PER_NODE_S, GpuUseRecorder
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.tests.support.cli.story import Story
@@ -50,15 +50,15 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def test_record_has_the_newest_report_of_each_node_that_reported_since_the_last_one(recorder: Recorder) -> None:
-    for second in range(int(RECORD_INTERVAL_S) + 1):
+    for second in range(int(GPU_USE_RECORD_INTERVAL_S) + 1):
         recorder.now = 1000.0 + second
         recorder.on_report(N1, use(second / 100))
         if second < 5:
             recorder.on_report(N2, use(0.5))
-    recorder.now += RECORD_INTERVAL_S
+    recorder.now += GPU_USE_RECORD_INTERVAL_S
     recorder.on_report(N1, use(0.9))
     assert recorder.recorded == [
-        ev.GpuUseRecorded({N1: use(RECORD_INTERVAL_S / 100), N2: use(0.5)}),
+        ev.GpuUseRecorded({N1: use(GPU_USE_RECORD_INTERVAL_S / 100), N2: use(0.5)}),
         ev.GpuUseRecorded({N1: use(0.9)}),
     ]
 
@@ -75,7 +75,7 @@ def test_many_nodes_are_recorded_less_often(recorder: Recorder) -> None:
 def test_heartbeat_of_an_agent_brings_the_use_of_its_gpus_into_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.manager.intake.gpu_use_recorder.RECORD_INTERVAL_S", 0.0)
+    monkeypatch.setattr("rrl.manager.intake.interval_recorders.GPU_USE_RECORD_INTERVAL_S", 0.0)
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)
     handling = Handling(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -26,9 +26,9 @@ from rrl.core.types import (
     Version,
 )
 from rrl.health.detection.detect import Detection
-from rrl.manager.intake.message_handler import OUTSIDE_SHOWN_AFTER_S
+from rrl.manager.intake.message_handler import HANDLERS, OUTSIDE_SHOWN_AFTER_S
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Finish, Launch
+from rrl.manager.model.actions import Finish, Launch, StopStep
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.manager.handling import HELLO, LAUNCHED, N1, R1, R2, STEP, WANTED, WHY, Handling
 from rrl.tests.support.manager.jobs import RUN, job
@@ -38,6 +38,10 @@ from rrl.transport import messages as msg
 @pytest.fixture
 def hearing(tmp_path: Path) -> Handling:
     return Handling(tmp_path, *LAUNCHED)
+
+
+def test_every_message_to_the_manager_has_a_handler() -> None:
+    assert set(HANDLERS) == set(get_args(msg.ToManager))
 
 
 def test_note_of_a_replica_is_recorded_on_change_with_escaped_control_characters(tmp_path: Path) -> None:
@@ -115,6 +119,16 @@ def test_process_is_not_admitted_once_the_run_is_ending(tmp_path: Path) -> None:
     hearing = Handling(tmp_path, *LAUNCHED, ev.Decided(Finish(Outcome.COMPLETED, WHY)))
     (answer,) = hearing.handle(WANTED)
     assert not answer.ok
+
+
+def test_ending_run_takes_a_last_commit_of_the_newest_incarnation_and_no_other_change(hearing: Handling) -> None:
+    hearing.handle(WANTED, HELLO)
+    hearing.fold(ev.Decided(Finish(Outcome.COMPLETED, WHY)))
+    hearing.fold(ev.Intended(StopStep(STEP, R1, 5.0, WHY)))
+    before = len(hearing.events)
+    last = msg.Committed(R1, 7, {"reward": 0.5})
+    assert hearing.handle(msg.PhaseEntered(R1, "save", 1), msg.FirstWorkDone(R1), msg.Committed(R2, 8, {}), last) == []
+    assert hearing.events[before:] == [ev.StepCommitted(R1, 7, last.metrics, last.commit)]
 
 
 def test_heartbeat_causes_no_event_but_a_new_phase_does(hearing: Handling) -> None:

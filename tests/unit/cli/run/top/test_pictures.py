@@ -37,7 +37,6 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RRL_RUNS_DIR", raising=False)
     return tmp_path / "rrl-runs"
 
 

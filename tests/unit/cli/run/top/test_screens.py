@@ -24,7 +24,6 @@ from rrl.tests.support.cli.top import Top, allowing, managed, play
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("RRL_RUNS_DIR", raising=False)
     return tmp_path / "rrl-runs"
 
 

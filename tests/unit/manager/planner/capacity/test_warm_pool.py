@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.config.job.node_groups import pool_nodes
+from rrl.config.job.resolve import pool_nodes
 from rrl.core.launch import tag_of
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Incarnation, NodeName, Outcome, ReplicaId, replica_id, standby_id, standby_role_of

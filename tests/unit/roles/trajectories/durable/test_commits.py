@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.trajectories.durable import commits as reading
-from rrl.roles.trajectories.durable.commits import read_commits
-from rrl.roles.trajectories.durable.log import LogDamaged, log_files
+from rrl.roles.trajectories.durable import log as reading
+from rrl.roles.trajectories.durable.log import LogDamaged, log_files, read_commits
 from rrl.tests.support.roles.trajectories.crew import manifest, open_store, train
 
 

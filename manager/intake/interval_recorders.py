@@ -1,10 +1,4 @@
-"""Record the readings of the workers' clocks at long intervals, since they are totals, and no decision needs them.
-
-Each record contains the newest reading of every process that has reported since the previous record. A record is
-written with a commit if the previous record is at least :data:`COMMIT_RECORD_INTERVAL_S` old, and once a minute if
-there are no commits. If the manager dies, readings after its last record are lost, but the next reading of a running
-process contains them.
-"""
+"""Record the workers' clocks and the nodes' GPU use at long intervals, since no decision needs them."""
 
 from __future__ import annotations
 
@@ -12,11 +6,11 @@ from math import inf
 
 from ...core.phases import MAX_CLOCK_ENTRIES, ClockReading, PhaseTime
 from ...core.text import escaped
-from ...core.types import Incarnation, is_support
+from ...core.types import GpuUse, Incarnation, NodeName, is_support
 from ..context import RunContext
-from ..model.events import ClocksRecorded
+from ..model.events import ClocksRecorded, GpuUseRecorded
 
-RECORD_INTERVAL_S = 60.0
+CLOCK_RECORD_INTERVAL_S = 60.0
 """Seconds after which the readings are recorded even if no step was committed."""
 COMMIT_RECORD_INTERVAL_S = 5.0
 """Minimum seconds between two records that are made at commits. Workers report their clocks at this interval."""
@@ -25,10 +19,21 @@ RECORD_INTERVAL_PER_REPLICA_S = 0.05
 with ten entries takes 280 bytes, so these records take less than 6 kB/s for any number of replicas."""
 MAX_NAME_CHARS = 40
 """Maximum number of characters kept of the name of a phase or of an idle cause."""
+GPU_USE_RECORD_INTERVAL_S = 20.0
+"""Minimum seconds between two records of GPU use. So people who look again after half a minute see new figures."""
+RECORD_INTERVAL_PER_NODE_S = 0.02
+"""Seconds by which each node in a record delays the next record. A node takes 40 bytes, so that records take less than
+2 kB/s for any number of nodes."""
 
 
 class ClockRecorder:
-    """Keeps the clock readings that one manager receives from the workers, and records them at long intervals."""
+    """Keeps the clock readings that one manager receives from the workers, and records them at long intervals.
+
+    Each record contains the newest reading of every process that has reported since the previous record. A record is
+    written with a commit if the previous record is at least :data:`COMMIT_RECORD_INTERVAL_S` old, and once a minute if
+    there are no commits. If the manager dies, readings after its last record are lost, but the next reading of a
+    running process contains them, since readings are totals.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -46,7 +51,7 @@ class ClockRecorder:
         if self._recorded_at == -inf:
             self._recorded_at = now
         self._unrecorded[incarnation, clock.began] = _limited(clock)
-        if now - self._recorded_at >= RECORD_INTERVAL_S:
+        if now - self._recorded_at >= CLOCK_RECORD_INTERVAL_S:
             self.record()
 
     def on_commit(self) -> None:
@@ -72,3 +77,25 @@ def _limited(clock: ClockReading) -> ClockReading:
         for time in clock.times[:MAX_CLOCK_ENTRIES]
     )
     return ClockReading(clock.began, max(0, clock.done), times)
+
+
+class GpuUseRecorder:
+    """Keeps the GPU use that the agents report to one manager, and records it at long intervals."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._unrecorded: dict[NodeName, GpuUse] = {}
+        self._recorded_at = -inf
+        self._recorded = 0
+        """Number of nodes in the last record."""
+
+    def on_report(self, node: NodeName, gpu_use: GpuUse) -> None:
+        """Keep the newest report of a node, and record all reports if a record is due."""
+        now = self._context.now()
+        if self._recorded_at == -inf:  # the first record is due an interval later, with the reports of all agents
+            self._recorded_at = now
+        self._unrecorded[node] = gpu_use
+        if now - self._recorded_at >= max(GPU_USE_RECORD_INTERVAL_S, self._recorded * RECORD_INTERVAL_PER_NODE_S):
+            self._context.record(GpuUseRecorded(self._unrecorded))
+            self._recorded_at, self._recorded = now, len(self._unrecorded)
+            self._unrecorded = {}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.dispatch.prefix_cache import deal
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.roles.trajectories.leases import deal
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Leased
 from rrl.tests.support.roles.trajectories.agents import CREW, ask, episodes, open_agents_store

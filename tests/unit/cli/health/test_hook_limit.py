@@ -7,8 +7,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrl.cli.health.node_drains import HookDrain, over_limit
 from rrl.config.health_rules import HookRules
-from rrl.health.hook_limit import HookDrain, over_limit
 
 RULES = HookRules()
 
