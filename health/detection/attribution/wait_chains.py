@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from ....core.phases import BETWEEN
-from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of, role_of
+from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of
 from ..detectors.base import is_service, is_waiting
 from ..detectors.pass_deadlines import is_delayed_by_storage
 from ..detectors.progress import ENDLESS_WAIT_FACTOR, stalled_since
@@ -76,9 +76,9 @@ def _idle_services(
     for replica in waiting:
         view = monitor.replicas[replica]
         if all_stalled or view.declared.waits_for is None:
-            roles = {view.declared.waits_for} if view.waits_for is None else set()
+            awaited = view.declared.waits_for if view.waits_for is None else None
             for service in idle:
-                if service == view.waits_for or role_of(service) in roles:
+                if service == view.waits_for or monitor.replicas[service].role.awaited_as == awaited:
                     blocked.setdefault(service, []).append(replica)
     return dict.fromkeys(blocked, waiting) if all_stalled and len(blocked) == 1 else blocked
 
@@ -127,8 +127,8 @@ def _waiting_with(
 ) -> set[ReplicaId]:
     """Return ``start`` and all replicas that wait in its chain, or an empty set if it leads to an unknown replica."""
     by_role: dict[str, list[ReplicaId]] = {}
-    for replica in views:
-        by_role.setdefault(role_of(replica), []).append(replica)
+    for replica, view in views.items():
+        by_role.setdefault(view.role.awaited_as, []).append(replica)
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -178,11 +178,12 @@ def _blame_order(
     ``stalled`` contains all replicas that wait or are idle. A role with few replicas in ``stalled`` (a gang counts as
     one) is a more likely cause than a role with many.
     """
-    gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
+    gangs = {gang_of(replica): monitor.replicas[replica].role.awaited_as for replica in stalled}
+    gangs_of_role = Counter(gangs.values())
 
     def key(replica: ReplicaId) -> tuple[bool, int, float, ReplicaId]:
         view = monitor.replicas[replica]
-        return view.probe.answer_count > 0, gangs_of_role[role_of(replica)], view.last_change_at, replica
+        return view.probe.answer_count > 0, gangs_of_role[view.role.awaited_as], view.last_change_at, replica
 
     return sorted(waiting, key=key)
 
