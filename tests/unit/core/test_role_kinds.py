@@ -25,6 +25,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Rung
 from rrl.manager.model.figures.training_time import effective_share
 from rrl.manager.model.queries import weights_lag_steps
+from rrl.manager.model.reducer import fold
 from rrl.manager.planner.peer_directory import build_directory
 from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.metrics import Facts, RunCounters, TokenCounter, samples
@@ -58,12 +59,9 @@ def retold(story: Story) -> Story:
     started = events[0].event
     assert isinstance(started, ev.RunStarted)
     other = Story(story.run, started.job)
-    other.stamped, other.at, other.state = [], story.at, None
-    other.incarnations = {id.replace("rollout/", f"{OTHER}/"): number for id, number in story.incarnations.items()}
+    other.stamped, other.state, other.at = events, None, story.at
     for stamped in events:
-        at, other.at = other.at, stamped.at - (story.now - story.at)
-        other.record(stamped.event)
-        other.at = at
+        other.state = fold(other.state, stamped)
     return other
 
 
