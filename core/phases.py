@@ -29,7 +29,8 @@ class Phase(Struct, frozen=True):
     computes: bool = False
     """True if the GPU must not be idle during the phase."""
     waits_for: str | None = None
-    """Role that the phase waits for: a stall is attributed to the end of the chain of waiting replicas."""
+    """What the phase waits for: a kind of roles, or a command by its name (``RoleSpec.awaited_as``). A stall is
+    attributed to the end of the chain of waiting replicas."""
     idle_cause: str = ""
     """Name, for people, of what a replica in this phase waits for; time in the phase counts as idle. If empty, the
     replica counts as working, unless it reports another replica or role for which it waits."""
@@ -117,8 +118,7 @@ def phase(name: str) -> Phase:
 def idle_cause(name: str, waits_for: str | None) -> str:
     """Return the name, for people, of what a replica in phase ``name`` waits for; empty if it works.
 
-    ``waits_for`` is the role or replica for which the replica waits according to its own report; None if it does not
-    report any.
+    ``waits_for`` is the replica, or what a phase may wait for, that the replica reports; None if it reports nothing.
     """
     return phase(name).idle_cause or (waits_for or "").partition("/")[0]
 

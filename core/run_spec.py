@@ -15,7 +15,7 @@ from .faults import Fault
 from .phases import PHASES, Phase, PhaseSpec
 from .phases import phase as declared_phase
 from .role_environment import EnvSpec
-from .types import DEFAULT_LOG_LEVEL, LogLevel, Resources
+from .types import DEFAULT_LOG_LEVEL, LogLevel, ReplicaId, Resources, role_of
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
@@ -25,12 +25,66 @@ INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "uc
 """Transports that can pull from each other. Any other transport can pull only from addresses of its own kind."""
 
 
+RoleKind = Literal["trainer", "rollout", "trajectories", "reward", "agents", "endpoint", "command"]
+"""What a role does in the run; ``command`` is a program of the user. Several roles may have the same kind, but a run
+has one trainer and one store, whose ids are fixed (:data:`rrl.core.types.TRAINER`, :data:`rrl.core.types.STORE`)."""
+
+
+class RoleTraits(Struct, frozen=True):
+    """What rrl may expect of the roles of a kind."""
+
+    phases: tuple[str, ...] = ()
+    """The phases of rrl that its program reports."""
+    trains: bool = False
+    """True if it trains the weights, publishes their versions and commits the steps."""
+    gets_weights: bool = False
+    """True if its replicas receive each published version of the weights."""
+    leases_turns: bool = False
+    """True if it leases trajectories and turns and generates their tokens, which are its units of work."""
+    may_be_displaced: bool = False
+    """True if a replica may have to leave its node to a standby process of the trainer."""
+    may_shrink: bool = False
+    """True if the run goes on with a single replica of it, unless the job sets ``min_replicas``."""
+    answers_probes: bool = False
+    """True if rrl's own program of it answers probes."""
+    runs_model_code: bool = False
+    """True if it runs programs of the user, and in them often code that the model writes."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether its replicas hold the weights on GPUs, and can work only once they have loaded them."""
+        return self.trains or self.gets_weights
+
+
+ROLE_TRAITS: dict[RoleKind, RoleTraits] = {
+    "trainer": RoleTraits(("starting", "wait_data", "train", "checkpoint", "publish", "between"), trains=True),
+    "rollout": RoleTraits(
+        ("starting", "wait_weights", "loading_weights", "wait_work", "generate", "between"),
+        gets_weights=True,
+        leases_turns=True,
+        may_be_displaced=True,
+        may_shrink=True,
+        answers_probes=True,
+    ),
+    "trajectories": RoleTraits(("starting", "serve"), answers_probes=True),
+    "reward": RoleTraits(("starting", "wait_work", "score"), answers_probes=True, runs_model_code=True),
+    "agents": RoleTraits(
+        ("starting", "wait_work", "act", "wait_turn"), may_shrink=True, answers_probes=True, runs_model_code=True
+    ),
+    "endpoint": RoleTraits(("starting", "wait_work", "wait_turn"), may_shrink=True, answers_probes=True),
+    "command": RoleTraits(("starting", "between")),
+}
+
+
+NO_TRAITS = RoleTraits()
+"""The traits of agents and standby processes."""
+
+
 class RoleSpec(Struct, frozen=True):
     """One role. Replicas of an ``exclusive`` role have nodes of their own; replicas of other roles share nodes."""
 
     name: str
-    kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward``, ``agents``, ``endpoint`` or ``command`` (of the user)."""
+    kind: RoleKind
     replicas: int
     min_replicas: int
     per_member: Resources
@@ -61,13 +115,23 @@ class RoleSpec(Struct, frozen=True):
     """``[commands.NAME] options``: the user's values, which only the user's program reads."""
 
     @property
+    def traits(self) -> RoleTraits:
+        """Return the traits of the role's kind."""
+        return ROLE_TRAITS[self.kind]
+
+    @property
+    def awaited_as(self) -> str:
+        """Return the name by which a phase names this role if it waits for it: the kind or, of a command, the name."""
+        return self.name if self.kind == "command" else self.kind
+
+    @property
     def standby_shares_node(self) -> bool:
         """Return whether standby processes of this role wait on nodes where other roles work.
 
         Standby processes of the trainer use nothing of the node until their promotion. Standby processes of other roles
         hold the resources of a full member, GPUs too, and wait only on spare nodes.
         """
-        return self.kind == "trainer"
+        return self.traits.trains
 
     @property
     def nodes(self) -> int:
@@ -484,9 +548,14 @@ class RunSpec(Struct, frozen=True):
         """Return the role of this name."""
         return next(role for role in self.roles if role.name == name)
 
-    def kind(self, kind: str) -> tuple[RoleSpec, ...]:
+    def kind(self, kind: RoleKind) -> tuple[RoleSpec, ...]:
         """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
+
+    def traits_of(self, replica: ReplicaId) -> RoleTraits:
+        """Return the traits of a replica's role; agents and standby processes have none."""
+        name = role_of(replica)
+        return next((role.traits for role in self.roles if role.name == name), NO_TRAITS)
 
     def node_group(self, name: str) -> NodeGroup:
         """Return the node group of this name."""

@@ -54,6 +54,11 @@ def gang_of(member: ReplicaId) -> ReplicaId:
     return member if role in (AGENT, STANDBY_ROLE) else ReplicaId(f"{role}/{index.partition('.')[0]}")
 
 
+def is_trainer(replica: ReplicaId) -> bool:
+    """Return whether the replica is the trainer or a member of its gang."""
+    return gang_of(replica) == TRAINER
+
+
 def is_support(replica: ReplicaId) -> bool:
     """Return whether the replica is an agent or a standby process, which only support the roles of the job."""
     return role_of(replica) in (AGENT, STANDBY_ROLE)

@@ -74,7 +74,7 @@ def _model_bytes(spec: RunSpec) -> int:
     """
     per_weight = 0
     for role in filter(_computes, spec.roles):
-        if role.name == "trainer":  # the ranks of the trainer share the weights and the optimizer's state
+        if role.traits.trains:  # the ranks of the trainer share the weights and the optimizer's state
             per_weight += _FLOAT32_BYTES if role.per_member.gpus else _OPTIMIZER_BYTES
         elif not role.per_member.gpus:
             per_weight += role.replicas * _DTYPE_BYTES[spec.model.dtype]
@@ -82,7 +82,7 @@ def _model_bytes(spec: RunSpec) -> int:
 
 
 def _computes(role: RoleSpec) -> bool:
-    return role.built_in and role.name in ("trainer", "rollout")
+    return role.built_in and role.traits.has_weights
 
 
 def _gib(nbytes: int) -> str:

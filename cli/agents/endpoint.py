@@ -8,15 +8,15 @@ from msgspec import Struct
 
 from ...api.runs import find_run, job_of, read_state
 from ...core.run_dir import RunDir
+from ...core.run_spec import RoleSpec
 from ...core.text import escaped
-from ...core.types import OperationFailed, ReplicaId, UsageError
+from ...core.types import OperationFailed, ReplicaId, UsageError, replica_id
 from ...manager.model.state import State, Status
 from ...roles.endpoint.addresses import read_addresses
 from ...roles.endpoint.key import run_key
 from ...transport.keys import RunKeys
 from ..common.output import print_json, program
 
-ROLE = "endpoint"
 _SECRET = "secret: anyone with this key can open episodes of the run and set their rewards"
 
 
@@ -61,24 +61,21 @@ def endpoint_access(run: RunDir) -> EndpointAccess:
         UsageError: The job of the run has no endpoint.
         OperationFailed: The endpoint has not started yet, the run has ended, or its files cannot be read.
     """
-    check_serves(run)
+    role = serving_role(run)
     state = read_state(run)
     try:
-        addresses = read_addresses(run)
+        addresses = {replica_id(role.name, index): base_url for index, base_url in read_addresses(run).items()}
         keys = RunKeys.load(run.keys)
     except OSError as error:
         raise OperationFailed(str(error)) from None
-    replicas = tuple(
-        ServingReplica(f"{ROLE}/{index}", base_url, _has_joined(state, ReplicaId(f"{ROLE}/{index}")))
-        for index, base_url in addresses.items()
-    )
+    replicas = tuple(ServingReplica(id, base_url, _has_joined(state, id)) for id, base_url in addresses.items())
     if not replicas:
         raise OperationFailed(f"the endpoint of {run.id} has not started yet; see: {program()} status {run.id}")
     return EndpointAccess(run.id, replicas, run_key(run.id, keys.secret))
 
 
-def check_serves(run: RunDir) -> None:
-    """Check that a run has an endpoint and has not ended.
+def serving_role(run: RunDir) -> RoleSpec:
+    """Return the endpoint of a run that has not ended.
 
     Raises:
         UsageError: The job of the run has no endpoint.
@@ -87,13 +84,14 @@ def check_serves(run: RunDir) -> None:
     job = job_of(run)
     if job is None:
         raise OperationFailed(f"{run.run_spec} cannot be read; without it nothing is known of the endpoint")
-    if job.endpoint is None:
+    if not (roles := job.kind("endpoint")):
         raise UsageError(
             f"{run.id} has no endpoint for agents outside of the run; its job needs a table [roles.endpoint]"
         )
     state = read_state(run)
     if state is not None and state.outcome is not None:
         raise OperationFailed(f"{run.id} has ended ({state.outcome.value}), so its endpoint no longer answers")
+    return roles[0]
 
 
 def _has_joined(state: State | None, replica: ReplicaId) -> bool:

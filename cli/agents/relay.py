@@ -14,7 +14,7 @@ from ...core.types import OperationFailed, UsageError
 from ...health.readers.trust import listeners
 from ...roles.endpoint.addresses import read_addresses
 from ..common.output import print_line
-from .endpoint import check_serves
+from .endpoint import serving_role
 
 PACKAGES = ("starlette", "uvicorn", "httpx2")
 """Packages of the extra ``endpoint``, which serve the relay and connect it to the endpoint."""
@@ -28,7 +28,7 @@ def relay(name: str | None, port: int) -> int:
         OperationFailed: The run has ended, or the port cannot be bound.
     """
     run = find_run(name)
-    check_serves(run)
+    serving_role(run)
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise UsageError(
             f"the relay needs {missing[0]}, which is not installed; pip install '.[endpoint]' in rrl's clone"

@@ -59,7 +59,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
     """
     if job.task is None:
         return TaskReport()
-    role, here = spec.role("trajectories"), job.cluster.traits.roles_run_here
+    role, here = spec.kind("trajectories")[0], job.cluster.traits.roles_run_here
     if not role.built_in:
         return TaskReport(not_tried="[roles.trajectories] has a command of its own")
     if role.launcher != "direct":

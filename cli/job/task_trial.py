@@ -167,7 +167,7 @@ class _Trial:
         for number in range(min(count, ITEMS)):
             with self._reports(f"prompt({number}) of [eval]"):
                 encode(number, self._text(task.prompt, "prompt", number))
-        if self._job.role("reward").built_in:
+        if self._job.kind("reward")[0].built_in:
             self._rewards(task, 0, "")
 
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
@@ -262,7 +262,7 @@ class _Trial:
         except (_Failed, _DeadlineExceeded):
             raise
         except BaseException as error:  # user code may raise anything
-            if self._job.trainer.warm_start_steps and self._job.role("trainer").built_in:
+            if self._job.trainer.warm_start_steps and self._job.kind("trainer")[0].built_in:
                 self._source = ("task", "answer_column") if self._job.task.file else self._source
                 needed = "[roles.trainer] warm_start_steps needs answers"
                 text = f"answer({number}) raised {self._described(error)}; {needed}"
@@ -332,7 +332,7 @@ class _Trial:
         item, other = items[index], items[(index + 1) % len(items)]
         right, wrong = tokenizer.decode(item.answer_tokens), tokenizer.decode(other.answer_tokens)
         sample = Sample(item.number, item.prompt, item.prompt_tokens, item.answer or "", len(item.answer_tokens), right)
-        if not self._job.role("reward").built_in:
+        if not self._job.kind("reward")[0].built_in:
             return sample
         if item.answer is not None:
             sample = msgspec.structs.replace(sample, rewards=self._rewards(task, item.number, right))

@@ -81,7 +81,7 @@ def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure
         standing=judged.standing or standing(state),
         note=str(judged),
         metrics_failure=metrics_failure,
-        stream=stream_summary(state.idle_times, state.stream_figures),
+        stream=stream_summary(state.job, state.idle_times, state.stream_figures),
         episodes=episode_counts(episodes),
         pace=pace_of(state, known_until(state, time.time(), (judged.note,)), frozen=bool(judged.note)),
         turns=episodes.turns,

@@ -59,7 +59,7 @@ def token_rates(state: State) -> list[Text]:
         start = before.roles.get(role.name, RolePoint()).done
         generated = now.roles.get(role.name, RolePoint()).done - start
         trained = now.trained_tokens - before.trained_tokens
-        per_second = rate(trained if role.kind == "trainer" else generated, now, before)
+        per_second = rate(trained if role.traits.trains else generated, now, before)
         if per_second:
             rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
     return rates
@@ -171,7 +171,7 @@ def agent_figures(figures: EpisodeFigures, ended: bool) -> list[Text]:
 
 def _timed_roles(state: State) -> list[RoleSpec]:
     """Return the roles that determine the pace of the run: trainer and rollouts."""
-    return [role for role in state.job.roles if role.kind in ("trainer", "rollout")]
+    return [role for role in state.job.roles if role.traits.has_weights]
 
 
 def _plural(role: RoleSpec) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import RunState
+from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import number, stage
@@ -22,8 +23,6 @@ MAX_STALE_SHARE = 0.5
 """Share of groups dropped for their age (among trained and dropped groups) above which the view warns."""
 MAX_DROP_REASONS = 3
 """Maximum number of reasons why episodes were dropped that the view lists. The most frequent ones are listed."""
-_TIMED_ROLES = ("trainer", "rollout")
-"""Roles whose idle shares are shown."""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -48,9 +47,10 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
         facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
-    idle = (summary.get("stream") or {}).get("idle") or {}
-    for label, role in zip(("time", ""), (role for role in _TIMED_ROLES if role in idle), strict=False):
-        facts.add_row(label, idle_text(role, idle[role]))
+    stream = summary.get("stream") or {}
+    with_weights = [role for role, kind in (stream.get("kinds") or {}).items() if ROLE_TRAITS[kind].has_weights]
+    for index, role in enumerate(role for role in with_weights if role in stream["idle"]):
+        facts.add_row("" if index else "time", idle_text(role, stream["idle"][role]))
     if agents := _agents(summary):
         facts.add_row("agents", agents)
     if (age := summary.get("max_age")) is not None:

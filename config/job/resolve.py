@@ -116,7 +116,8 @@ def with_dependent_defaults(job: Job) -> Job:
     of_trainer = _TRAINED_MODEL if job.model is not None and job.model.path is not None else _BUILT_MODEL
     filled: dict[str, dict[str, Role]] = {"roles": {}, "commands": {}}
     for name, role in {**job.roles.named(), **job.commands}.items():
-        defaults: dict[str, float] = {"min_replicas": 1 if name in ("rollout", "agents", "endpoint") else role.replicas}
+        may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink
+        defaults: dict[str, float] = {"min_replicas": 1 if may_shrink else role.replicas}
         defaults |= of_trainer if isinstance(role, TrainerRole) else {}
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
@@ -195,11 +196,14 @@ def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
     )
 
 
+def _kind(name: str, role: Role) -> run_spec.RoleKind:
+    return "command" if isinstance(role, CommandRole) else msgspec.convert(name, run_spec.RoleKind)
+
+
 def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
-    is_command = isinstance(role, CommandRole)
     return RoleSpec(
         name=name,
-        kind="command" if is_command else name,
+        kind=_kind(name, role),
         replicas=role.replicas,
         min_replicas=role.min_replicas or 0,
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),

@@ -23,18 +23,6 @@ from .pipeline import attribute, first_match
 from .progress_tracker import STARTING
 from .records import ReplicaView, is_polling
 
-_OF_KIND = {
-    "trainer": ("starting", "wait_data", "train", "checkpoint", "publish", "between"),
-    "rollout": ("starting", "wait_weights", "loading_weights", "wait_work", "generate", "between"),
-    "trajectories": ("starting", "serve"),
-    "reward": ("starting", "wait_work", "score"),
-    "agents": ("starting", "wait_work", "act", "wait_turn"),
-    "endpoint": ("starting", "wait_work", "wait_turn"),
-    "command": ("starting", "between"),
-}
-"""The phases of rrl that a role of each kind reports."""
-_ANSWERS_PROBES = frozenset({"rollout", "trajectories", "reward", "agents", "endpoint"})
-"""Kinds of roles whose built-in program answers probes."""
 _LOADS = {"idle": (0.0, 0.0), "at work": (1.0, 1.0), "no loads": None}
 """Conditions under which a replica stands still: CPU cores in use and share of the time with a running kernel, as the
 node's agent reports them; None if it reports nothing."""
@@ -76,8 +64,8 @@ def _phases(role: RoleSpec, own: Sequence[str]) -> Sequence[str]:
     """Return the phases that a role may report; ``own`` are those that only the job declares."""
     if role.watch == "activity":  # its launcher reports one phase, with the name of the role
         return (role.name,)
-    users_code = not role.built_in or role.kind in ("reward", "agents")
-    return (*_OF_KIND[role.kind], *(() if role.built_in else own), *((WAIT_EXTERNAL,) if users_code else ()))
+    users_code = not role.built_in or role.traits.runs_model_code
+    return (*role.traits.phases, *(() if role.built_in else own), *((WAIT_EXTERNAL,) if users_code else ()))
 
 
 def _of_phase(role: RoleSpec, phase: str, limits: Limits) -> Iterator[Bound]:
@@ -107,7 +95,7 @@ class _Still:
         ranks = [replica_id(role.name, "0" if rank == 0 else f"0.{rank}") for rank in range(min(role.ranks, 2))]
         self._views = [self._enter(Incarnation(rank, 1), phase, known) for rank in ranks]
         self.view = self._views[0]
-        self.view.role.answers_probes = role.built_in and role.kind in _ANSWERS_PROBES
+        self.view.role.answers_probes = role.built_in and role.traits.answers_probes
         self.view.probe.no_probe_handler = not self.view.role.answers_probes
         self.probed = self.view.role.answers_probes and suspect_at(self.view, limits) < inf
 

@@ -9,11 +9,11 @@ admitted, and of older incarnations, are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...core.launch import ExitReason
 from ...core.phases import STOPPING
-from ...core.run_spec import Limits
+from ...core.run_spec import Limits, RoleSpec
 from ...core.types import (
     STORE,
     DataReport,
@@ -58,6 +58,10 @@ class HealthMonitor:
         """Gangs with a member on a suspended node."""
         self._storage_stalls: dict[ReplicaId, StorageStall] = {}
         """Storage stall of the nodes of a gang's members, by gang; gangs without a stall are left out."""
+
+    def set_roles(self, roles: Iterable[RoleSpec]) -> None:
+        """Set the roles of the job, before any replica or baseline of theirs is known."""
+        self._progress.set_roles(roles)
 
     def set_limits(self, limits: Limits) -> None:
         """Set the job's limits, by which phases are judged. Called by ``detect``; learned durations are kept."""

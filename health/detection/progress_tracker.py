@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from ...core.run_spec import Limits
+from ...core.run_spec import Limits, RoleSpec
 from ...core.types import Incarnation, NodeName, ReplicaId, role_of
 from .baselines import PhaseDurations, RoleBaseline, ThroughputRounds
 from .records import ReplicaView, RoleView
@@ -37,6 +37,10 @@ class ProgressTracker:
         self._throughput = ThroughputRounds()
         self._roles: dict[str, RoleView] = {}
 
+    def set_roles(self, roles: Iterable[RoleSpec]) -> None:
+        """Set the roles of the job, before any replica or baseline of theirs is known."""
+        self._roles = {role.name: RoleView(role.traits, role.awaited_as) for role in roles}
+
     def set_limits(self, limits: Limits) -> None:
         """Use the phases that this job declares, also for replicas that have already entered one of these phases."""
         self._limits = limits
@@ -57,7 +61,7 @@ class ProgressTracker:
     def restore_baselines(self, baselines: Mapping[str, RoleBaseline]) -> None:
         """Set the baselines of an earlier manager."""
         for name, baseline in baselines.items():
-            role = self._roles.setdefault(name, RoleView())
+            role = self._role(name)
             role.uses_tensor_cores = baseline.uses_tensor_cores
             role.answers_probes = baseline.answers_probes
             role.slowest_load = baseline.slowest_load
@@ -66,7 +70,10 @@ class ProgressTracker:
 
     def role_view(self, replica: ReplicaId) -> RoleView:
         """Return the record that all replicas of this replica's role share."""
-        return self._roles.setdefault(role_of(replica), RoleView())
+        return self._role(role_of(replica))
+
+    def _role(self, name: str) -> RoleView:
+        return self._roles.setdefault(name, RoleView(awaited_as=name))
 
     def mark_answers_probes(self, role: RoleView) -> None:
         """Record that replicas of this role answer probes while they wait."""

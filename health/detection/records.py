@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ...core.launch import ExitReason
 from ...core.phases import Phase
-from ...core.run_spec import Limits
+from ...core.run_spec import NO_TRAITS, Limits, RoleTraits
 from ...core.types import (
     AGENT,
     STANDBY_ROLE,
@@ -295,8 +295,11 @@ class StepEnd(Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class RoleView:
-    """What is known about a role, learned from all its replicas and shared by them."""
+    """What is known about a role: its job's settings, and what was learned from all its replicas, which share it."""
 
+    traits: RoleTraits = NO_TRAITS
+    awaited_as: str = ""
+    """Name by which phases name the role if they wait for it (``RoleSpec.awaited_as``)."""
     answers_probes: bool = False
     """True once a waiting replica has answered a probe, which shows that the waiting thread also answers probes.
     Otherwise a missing answer proves nothing."""

@@ -129,7 +129,7 @@ def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
     """Return how many spare nodes and how many nodes of rollouts have standby processes of this ``warm`` role."""
     if not role.standby_shares_node:
         return min(spec.spares, role.replicas), 0
-    rollouts = sum(rollout.replicas for rollout in spec.kind("rollout"))
+    rollouts = sum(rollout.replicas for rollout in spec.roles if rollout.traits.may_be_displaced)
     return min(spec.spares, role.nodes), min(role.donor_rollouts, rollouts)
 
 

@@ -96,9 +96,6 @@ def _image(role: RoleSpec, job_dir: str) -> str:
     return str(Path(job_dir) / Path(role.image).expanduser())
 
 
-RUNS_MODEL_CODE = ("agents", "reward")
-"""Kinds of roles that start programs of the user, and in which code that the model writes often runs. They get no
-variable of the run's trackers, such as ``WANDB_API_KEY``."""
 AGENT_CPUS = 1
 """CPUs of an agent's step. The step overlaps with other steps and takes no resources of its own, but sees all GPUs of
 its node."""
@@ -283,12 +280,13 @@ def _probe(job: RunSpec, run_dir: str, job_dir: str) -> tuple[str, ...]:
 
 
 def _role_environment(role: RoleSpec, job: RunSpec, job_dir: str, passed: dict[str, str]) -> dict[str, str]:
-    trackers = tuple(f"{name.upper()}_" for name in job.track.to) if role.kind in RUNS_MODEL_CODE else ()
+    # code that the model writes must not get variables such as WANDB_API_KEY
+    trackers = tuple(f"{name.upper()}_" for name in job.track.to) if role.traits.runs_model_code else ()
     reaching = {name: value for name, value in passed.items() if not name.startswith(trackers)}
     given = environment(job, role.per_member, job_dir) | reaching
     if role.launcher == PYXIS:
         given = {name: value for name, value in given.items() if name not in HOST_ONLY_VARIABLES}
-    given |= {SAFE_PATH_ENV: "1"} if role.built_in and role.kind not in RUNS_MODEL_CODE else {}
+    given |= {SAFE_PATH_ENV: "1"} if role.built_in and not role.traits.runs_model_code else {}
     return given | ({} if role.launcher == "direct" else NO_USER_SITE) | role.env
 
 

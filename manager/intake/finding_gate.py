@@ -302,9 +302,10 @@ class FindingGate:
             return CorrelationContext(0)
         node_count = sum(bool(node.allocation) for node in state.nodes.values())
         working = [replica for replica in workers(state) if replica.is_current]
-        kinds = {role.name for role in state.job.kind("rollout")}
         rollouts = {
-            replica.incarnation for replica in working if replica.role in kinds and replica.status is Status.JOINED
+            replica.incarnation
+            for replica in working
+            if state.job.traits_of(replica.id).leases_turns and replica.status is Status.JOINED
         }
         excluded = {name for name, node in state.nodes.items() if node.excluded is not None}
         occupied = {replica.node for replica in working if replica.node is not None}
@@ -322,6 +323,7 @@ def restore_monitor(monitor: HealthMonitor, state: State, now: float) -> None:
     Phases that an incarnation has passed through are restored, so that the next pass through them does not count as
     its first, which may take longer.
     """
+    monitor.set_roles(state.job.roles)
     monitor.set_limits(state.job.limits)
     monitor.restore_baselines(state.baselines)
     for replica in state.replicas.values():

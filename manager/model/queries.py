@@ -26,8 +26,6 @@ from ...health.readers.base import ACCELERATOR_READERS, READERS
 from .actions import Request
 from .state import Replica, State, Status
 
-_ROLLOUT = "rollout"
-
 
 def workers(state: State) -> list[Replica]:
     """Return the members of the job's roles, without agents and standby processes."""
@@ -177,7 +175,7 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
         if replica.is_current and replica.weight_version is not None
     }
     trainer = max(state.step, held.get(TRAINER, 0))
-    lags = [max(0, trainer - step) for id, step in held.items() if role_of(id) == _ROLLOUT]
+    lags = [max(0, trainer - step) for id, step in held.items() if state.job.traits_of(id).gets_weights]
     return (min(lags), max(lags)) if lags else None
 
 

@@ -8,21 +8,10 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.types import (
-    STANDBY_ROLE,
-    TRAINER,
-    NodeName,
-    ReplicaId,
-    Version,
-    natural_sort_key,
-    role_of,
-    standby_role_of,
-)
+from ...core.types import STANDBY_ROLE, NodeName, ReplicaId, Version, is_trainer, natural_sort_key, standby_role_of
 from ...transport.messages import Peer, Peers, WeightSource
 from ..model.queries import workers
 from ..model.state import Replica, State, Status
-
-_PUBLISHER = role_of(TRAINER)
 
 
 class PeerDirectory(Struct, frozen=True):
@@ -60,11 +49,11 @@ def build_directory(state: State) -> PeerDirectory:
     peers = {r.id: Peer(r.incarnation, r.listen_address, r.status is Status.JOINED) for r in current}
     serving = [r for r in current if r.status is Status.JOINED and r.weight_address]
     newest = max((r.weight_version for r in serving if r.weight_version is not None), default=None)
-    servers = sorted(serving, key=lambda r: (r.role != _PUBLISHER, natural_sort_key(r.id)))
+    servers = sorted(serving, key=lambda r: (not is_trainer(r.id), natural_sort_key(r.id)))
     sources = tuple(
         WeightSource(r.incarnation, r.weight_address, r.weight_version)
         for r in servers
-        if r.weight_address and (r.weight_version is not None or r.role != _PUBLISHER)
+        if r.weight_address and (r.weight_version is not None or not is_trainer(r.id))
     )
     return PeerDirectory(peers, newest, sources, _snapshot_servers(state), state.evaluated)
 
@@ -76,9 +65,13 @@ def _may_commit(state: State, replica: Replica) -> bool:
     store accepts commits only from incarnations in the directory. This is safe, since no further incarnation of the
     trainer will follow.
     """
-    if state.finish is None or replica.role not in {role.name for role in state.job.kind("trainer")}:
+    if state.finish is None or not is_trainer(replica.id):
         return False
     return any(orphan.incarnation == replica.incarnation for orphan in state.orphan_steps.values())
+
+
+def _is_trainer_standby(state: State, replica: Replica) -> bool:
+    return replica.role == STANDBY_ROLE and state.job.role(standby_role_of(replica.id)).traits.trains
 
 
 def _snapshot_servers(state: State) -> dict[NodeName, str]:
@@ -86,12 +79,10 @@ def _snapshot_servers(state: State) -> dict[NodeName, str]:
 
     The trainer's nodes are included while it is down, too.
     """
-    trainers = {role.name for role in state.job.kind("trainer")}
     nodes = {
         replica.node or replica.preferred_node
         for replica in state.replicas.values()
-        if replica.role in trainers
-        or (replica.role == STANDBY_ROLE and replica.is_current and standby_role_of(replica.id) in trainers)
+        if is_trainer(replica.id) or (replica.is_current and _is_trainer_standby(state, replica))
     }
     candidates = (state.nodes[node] for node in nodes if node in state.nodes)
     return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from ...core.types import AGENT, STANDBY_ROLE, Outcome, gang_of, role_of
+from ...core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, gang_of, is_trainer, role_of
 from ..model.actions import (
     Action,
     Drain,
@@ -39,9 +39,9 @@ def plan_shutdown(state: State, now: float) -> tuple[list[Action], float, bool]:
         return _decide_finish(state, now, over=now >= deadline), deadline, False
     stops, retry_at = stop_orphans(state, now)
     for stage in _Stage:
-        at_stage = (replica for replica in state.replicas.values() if _shutdown_stage(state, replica.role) is stage)
+        at_stage = (replica for replica in state.replicas.values() if _shutdown_stage(state, replica.id) is stage)
         current = [replica for replica in at_stage if replica.is_current and replica.step]
-        orphan_stops = [stop for stop in stops if _shutdown_stage(state, role_of(stop.incarnation.replica)) <= stage]
+        orphan_stops = [stop for stop in stops if _shutdown_stage(state, stop.incarnation.replica) <= stage]
         if current or orphan_stops:
             return [*_stop(state, current, stage), *orphan_stops], NEVER, False
         until = _stop_deadline(state, stage)
@@ -83,14 +83,13 @@ class _Stage(IntEnum):
     AGENTS = 2
 
 
-def _shutdown_stage(state: State, role: str) -> _Stage:
-    """Return the stage in which replicas of a role are stopped."""
-    if role == AGENT:
+def _shutdown_stage(state: State, replica: ReplicaId) -> _Stage:
+    """Return the stage in which a replica is stopped."""
+    if role_of(replica) == AGENT:
         return _Stage.AGENTS
     outcome = None if state.finish is None else state.finish.outcome
     commits = outcome is Outcome.FAILED or (outcome is Outcome.CANCELLED and state.job.trainer.checkpoint_every > 1)
-    leads = commits and any(view.name == role for view in state.job.kind("trainer"))
-    return _Stage.TRAINER if leads else _Stage.ROLES
+    return _Stage.TRAINER if commits and is_trainer(replica) else _Stage.ROLES
 
 
 def _left_to_user(state: State, allocation: Allocation) -> bool:
@@ -188,7 +187,7 @@ def _stop_deadline(state: State, stage: _Stage) -> float:
     stopped_since = [
         orphan.since
         for orphan in state.orphan_steps.values()
-        if _shutdown_stage(state, role_of(orphan.incarnation.replica)) is stage
+        if _shutdown_stage(state, orphan.incarnation.replica) is stage
         and (node := state.nodes.get(orphan.node)) is not None
         and node.excluded is None
     ]

@@ -48,11 +48,6 @@ from ..model.reduce_training import works
 from ..model.state import State, Status
 from .failure_records import Changes, Diagnosis, Failure, InjectedFaults, Outage, WorkChange
 
-RECOVERED_BY_FIRST_WORK = ("trainer", "rollout")
-"""Kinds of roles whose outage ends with the first unit of work or a commit. The outage of all other roles ends when
-they join."""
-
-
 _NO_CHANGES = Changes()
 
 
@@ -313,8 +308,7 @@ class FailureTimeline:
             return None
         waiting = self._unjoined.pop(incarnation.replica, [])
         recovering = [failure for failure in waiting if failure.successor == incarnation]
-        role = self._roles.get(role_of(incarnation.replica))
-        by_work = role is not None and role.kind in RECOVERED_BY_FIRST_WORK
+        by_work = self.recovers_by_work(incarnation.replica)
         for failure in recovering:
             failure.joined_at, failure.works_by_joining = at, not by_work
         if recovering:
@@ -322,6 +316,11 @@ class FailureTimeline:
         if len(recovering) < len(waiting):
             self._unjoined[incarnation.replica] = [one for one in waiting if one.successor != incarnation]
         return None if by_work else self._recovered(incarnation, at)
+
+    def recovers_by_work(self, replica: ReplicaId) -> bool:
+        """Return whether the outage of a replica ends with its first unit of work or a commit, not when it joins."""
+        role = self._roles.get(role_of(replica))
+        return role is not None and role.traits.has_weights
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
         for failure in self._recovering.get(event.incarnation, ()):

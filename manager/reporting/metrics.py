@@ -379,10 +379,10 @@ class TokenCounter:
     def retire(self, incarnation: Incarnation) -> None:
         """Keep the number of tokens of a rollout's incarnation that is about to be removed from the health monitor."""
         view = self._monitor.replicas.get(incarnation.replica)
-        if view is not None and view.incarnation == incarnation and role_of(incarnation.replica) == "rollout":
+        if view is not None and view.incarnation == incarnation and view.role.traits.leases_turns:
             self._retired_total += view.done or 0
 
     def total(self) -> int:
         """Return the number of tokens generated so far."""
-        current = (view.done or 0 for id, view in self._monitor.replicas.items() if role_of(id) == "rollout")
+        current = (view.done or 0 for view in self._monitor.replicas.values() if view.role.traits.leases_turns)
         return self._retired_total + sum(current)

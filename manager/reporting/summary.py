@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir, write_atomically
-from ...core.run_spec import RunSpec
+from ...core.run_spec import RoleKind, RunSpec
 from ...core.text import escaped_lines
-from ...core.types import NodeName, role_of
+from ...core.types import NodeName
 from ..model import events as ev
 from ..model.actions import Drain, Exclude, Readmit
 from ..model.figures import idle_times, stream_figures, token_ages
@@ -142,9 +142,11 @@ class StreamSummary(Struct, frozen=True):
     """Number of groups that are expected to be more than twice as long as usual, as of the newest step."""
     longest_expected: int = 0
     """Expected answer tokens of the longest group that is being generated, as of the newest step."""
+    kinds: dict[str, RoleKind] = {}
+    """Kind of each role."""
 
 
-def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
+def stream_summary(job: RunSpec, times: IdleTimes, figures: StreamFigures) -> StreamSummary:
     """Return the section ``stream`` from the clocks' ``times`` and the steps' ``figures``."""
     roles = sorted(times.now.roles)
     return StreamSummary(
@@ -159,6 +161,7 @@ def stream_summary(times: IdleTimes, figures: StreamFigures) -> StreamSummary:
         _round(figures.recall20),
         figures.long_groups,
         figures.longest_expected,
+        {role.name: role.kind for role in job.roles},
     )
 
 
@@ -412,7 +415,7 @@ class _SummaryBuilder:
             reward_first10=_mean(rewards[:10]),
             reward_last10=_mean(rewards[-10:]),
             faults=self.timeline.faults.performed,
-            recoveries=[_recovery(failure) for failure in self.timeline.fenced],
+            recoveries=[_recovery(failure, self.job) for failure in self.timeline.fenced],
             unprovoked=sum(not failure.injected for failure in self.timeline.counted),
             ettr=round(effective / wall, 4),
             run_seconds=round(wall, 2),
@@ -425,7 +428,7 @@ class _SummaryBuilder:
             unscored_groups=self.unscored[0],
             unscored_share=self.unscored[1],
             evaluations=self.evaluations,
-            stream=stream_summary(self.idle_times, self.stream_figures),
+            stream=stream_summary(self.job, self.idle_times, self.stream_figures),
             episodes=episode_counts(self.episode_figures),
             turns=self.episode_figures.turns,
             branches=self.episode_figures.branches,
@@ -440,12 +443,12 @@ def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def _recovery(failure: Failure) -> Recovery:
+def _recovery(failure: Failure, job: RunSpec) -> Recovery:
     """Return the recovery from a failure for which an incarnation was fenced."""
     assert failure.incarnation is not None, failure
     assert failure.fence is not None, failure
     incarnation, detected_at = failure.incarnation, failure.diagnosis.detected_at
-    needs_weights = role_of(incarnation.replica) == "rollout"
+    needs_weights = job.traits_of(incarnation.replica).gets_weights
     ready = failure.weights_at if needs_weights else failure.joined_at
     return Recovery(
         replica=incarnation.replica,

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ...core.types import Incarnation, Version, role_of
+from ...core.types import STORE, Incarnation, Version
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.messages import Peers
@@ -93,15 +93,13 @@ class NoAnswer(Refused):
     """An episode cannot be finished, because its agent has no complete answer of the model."""
 
 
-def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
+def store_address(peers: Peers | None) -> Address | None:
     """Return the address of the store according to ``peers``, or None if they contain no address of it.
 
     The epoch of the address is the store's incarnation number, so that answers of an older store are ignored.
     """
-    for replica, peer in (peers.peers if peers else {}).items():
-        if role_of(replica) == role and peer.listen_address:
-            return Address(peer.incarnation.number, peer.listen_address)
-    return None
+    peer = peers.peers.get(STORE) if peers is not None else None
+    return Address(peer.incarnation.number, peer.listen_address) if peer is not None and peer.listen_address else None
 
 
 class Appended(NamedTuple):

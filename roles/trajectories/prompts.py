@@ -209,5 +209,5 @@ def _longest(job: RunSpec) -> float:
     Returns inf if [model] defines only the tokenizer, because the model is the user's own.
     """
     model = job.model
-    built_in = job.role("trainer").built_in or job.role("rollout").built_in
+    built_in = any(role.built_in for role in job.roles if role.traits.has_weights)
     return max_length(model.path, model.max_length) if built_in or model.path is not None else math.inf

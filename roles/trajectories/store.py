@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait
+from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, is_trainer
 from ...transport.messages import WeightSource
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
@@ -41,7 +41,7 @@ from .types import (
     StoredMetrics,
     TrainedStep,
 )
-from .versions import VersionDirectory, is_publisher
+from .versions import VersionDirectory
 
 _CREATED_PER_REQUEST = 64
 """Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
@@ -194,7 +194,7 @@ class Store:
         A report is denied if its sender is fenced, or if a trainer reports a version of another incarnation.
         """
         incarnation, version = source.incarnation, source.version
-        if not is_publisher(incarnation):
+        if not is_trainer(incarnation.replica):
             rejection: Denied | NotReady | None = self.check_worker(incarnation)
         elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
             rejection = Denied(f"{incarnation} is not the publisher of {version}")

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ...core.types import TRAINER, Incarnation, Version, role_of
+from ...core.types import Incarnation, Version, is_trainer
 from ...transport.control.endpoints import Incoming
 from ...transport.messages import WeightSource
 from .types import Denied, FollowVersions, NewestVersion, NotReady
@@ -25,14 +25,6 @@ from .types import Denied, FollowVersions, NewestVersion, NotReady
 MAX_SOURCES = 8
 """Maximum number of sources that an answer to a rollout names, about 100 bytes each. A rollout tries them one after
 another, after the relays that the manager named. More sources would help only if all of these died at once."""
-
-
-def is_publisher(incarnation: Incarnation) -> bool:
-    """Return whether an incarnation belongs to a trainer.
-
-    Replicas of other roles serve only versions that they have received.
-    """
-    return role_of(incarnation.replica) == role_of(TRAINER)
 
 
 class VersionDirectory:
@@ -53,7 +45,7 @@ class VersionDirectory:
         version = source.version
         if version is None:
             return
-        if is_publisher(source.incarnation) and (self._version is None or version > self._version):
+        if is_trainer(source.incarnation.replica) and (self._version is None or version > self._version):
             self._version, self._sources = version, {}
         full = len(self._sources) >= MAX_SOURCES and source.incarnation not in self._sources
         if version == self._version and not full and self._sources.get(source.incarnation) != source:

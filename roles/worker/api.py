@@ -64,11 +64,10 @@ class Worker:
         self.keys = keys
         self.job: RunSpec = read_run_spec(run.run_spec)
         """The whole job with every default: ``me.job.sampling.temperature``, ``me.job.trainer.learning_rate``."""
-        self.options: Mapping[str, Any] = self.job.role(launch.role).options
+        role, heartbeat = self.job.role(launch.role), float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1"))
+        self.options: Mapping[str, Any] = role.options
         """The ``options`` of this role's ``[commands.NAME]``; empty if the role is not defined there."""
-        self._connection = ManagerConnection(
-            launch, run, keys, float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1")), self.job.transport
-        )
+        self._connection = ManagerConnection(launch, run, keys, heartbeat, self.job.transport, role.traits)
         self._data = StepData(self._connection, self.job.sampling, lambda: self.phase("wait_data"))
         self.uncommitted = self._data.uncommitted
         """The uncommitted steps whose data this trainer has."""
@@ -134,8 +133,8 @@ class Worker:
 
         Args:
             name: a phase of :mod:`rrl.core.phases`, or a phase that job.toml defines.
-            waits_for: the role or replica (``role`` or ``role/index``) that this process waits for; None for the
-                phase's default.
+            waits_for: what this process waits for: a replica (``role/index``), a kind of roles (``rollout``), or a
+                command by its name; None for the phase's default.
         """
         self._connection.faults.trigger()
         self._connection.probes.answer()

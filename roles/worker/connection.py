@@ -29,8 +29,8 @@ import msgspec
 from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
-from ...core.run_spec import TransportSpec
-from ...core.types import NodeName, ReplicaId, Version
+from ...core.run_spec import RoleTraits, TransportSpec
+from ...core.types import NodeName, ReplicaId, Version, is_trainer
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
@@ -43,7 +43,6 @@ from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
 from ..trajectories.types import StepMetrics
-from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .main_thread import ProbeResponder, SelfFaults
 from .status.work_status import WorkStatus
@@ -81,7 +80,9 @@ class ManagerConnection:
     Public attributes are written by the connection's thread and read by the worker's threads.
     """
 
-    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: TransportSpec) -> None:
+    def __init__(
+        self, launch: Launch, run: RunDir, keys: RunKeys, heartbeat: float, transport: TransportSpec, traits: RoleTraits
+    ) -> None:
         self.launch, self.run, self.keys = launch, run, keys
         """``launch.incarnation`` is the sender of every message; a promotion replaces it."""
         self.rank, self.world = 0, 1
@@ -95,6 +96,7 @@ class ManagerConnection:
         self.faults = SelfFaults(launch, self.node, self.send, lambda after, do: self._loop.call_later(after, do))
         self.probes = ProbeResponder(self.send)
         self._heartbeat_interval, self._transport_settings = heartbeat, transport
+        self._traits = traits
         self.status = WorkStatus(STANDBY if launch.standby else "starting")
         self._reported_phase, self._clock_sent_at = "", -inf
         self._listen_address: str | None = None
@@ -264,8 +266,7 @@ class ManagerConnection:
         A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
         opens it after the promotion, because it has no GPUs until then.
         """
-        role, standby = self.launch.role, self.launch.standby
-        if role not in ("trainer", "rollout") or self.launch.shares_node:
+        if not self._traits.has_weights or self.launch.shares_node:
             return
         if self._weight_transport is None:
             settings = self._transport_settings
@@ -273,10 +274,10 @@ class ManagerConnection:
                 settings.weights, self.keys.secret, host=self.host, trusted_network=settings.trusted_network
             )
             self._weight_address = await self._weight_transport.serve(self.weights, self.host)
-        if not standby:
+        if not self.launch.standby:
             self._spawn(self._exchange_versions())  # before this task runs, the caller opens the store's client
-        if role == "rollout" and not standby:
-            self._spawn(self._follow_weights(self._weight_transport))
+            if self._traits.gets_weights:
+                self._spawn(self._follow_weights(self._weight_transport))
 
     def _open_store(self) -> None:
         # No timeout: the manager decides about an unreachable store. A worker that gave up would be a second failure.
@@ -448,7 +449,7 @@ class ManagerConnection:
             self._served_version_changed.clear()
             stored = self.weights.current()
             version = stored.manifest.version if stored is not None else None
-            if is_publisher(self.launch.incarnation):
+            if is_trainer(self.launch.incarnation.replica):
                 if version is None:  # a publisher without a version has nothing to report or to request
                     await self._served_version_changed.wait()
                     continue

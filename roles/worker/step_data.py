@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ...core.run_spec import RunSpec, SamplingSpec
+from ...core.types import is_trainer
 from ..trajectories.batches import whole_part
 from ..trajectories.types import PackedBatch, PackedPart
-from ..trajectories.versions import is_publisher
 from .connection import ManagerConnection, Stopping
 from .uncommitted_steps import UncommittedSteps
 
@@ -59,7 +59,7 @@ class StepData:
         stop is already requested.
         """
         stopping = self._connection.stopping
-        if job.eval is None or not is_publisher(self._connection.launch.incarnation) or stopping.is_set():
+        if job.eval is None or not is_trainer(self._connection.launch.incarnation.replica) or stopping.is_set():
             return False
         with self._wait_data(), contextlib.suppress(Stopping):
             if self._connection.call_store(self._connection.store.committed()).number != job.steps:

@@ -247,7 +247,7 @@ class TestRun:
 def all_work(state: State) -> bool:
     """Return whether every replica has joined and every rollout holds weights."""
     return all(r.status is Status.JOINED for r in workers(state)) and all(
-        r.weight_version is not None for r in workers(state) if r.role == "rollout"
+        r.weight_version is not None for r in workers(state) if state.job.traits_of(r.id).gets_weights
     )
 
 

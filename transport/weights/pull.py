@@ -22,7 +22,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ...core.types import TRAINER, ReplicaId, Version, natural_sort_key, role_of
+from ...core.types import ReplicaId, Version, is_trainer, natural_sort_key
 from ..messages import WeightSource
 from ..streams.connection import TransportError
 from .base import STARVATION_TIMEOUT_S, WeightTransport
@@ -51,11 +51,11 @@ def select_sources(
         direct: Whether the publisher is tried first. This helps a receiver whose pulls were superseded several times,
             because the publisher keeps a version that is being read, unless an older one is being read too.
     """
-    publishers = [source for source in all_sources if _is_publisher(source)]
+    publishers = [source for source in all_sources if is_trainer(source.incarnation.replica)]
     receivers = {
         source.incarnation.replica: source
         for source in all_sources
-        if not _is_publisher(source) and source.incarnation.replica != me
+        if not is_trainer(source.incarnation.replica) and source.incarnation.replica != me
     }
     order = sorted({*receivers, me}, key=natural_sort_key)
     own_index = order.index(me)
@@ -66,10 +66,6 @@ def select_sources(
     if direct:
         selected = [*publishers, *selected]
     return tuple(dict.fromkeys(selected))
-
-
-def _is_publisher(source: WeightSource) -> bool:
-    return role_of(source.incarnation.replica) == role_of(TRAINER)
 
 
 def _has_version(source: WeightSource, version: Version) -> bool:

@@ -12,9 +12,9 @@ replica that was replaced begins a new wait, which postpones the blame.
 Of replicas that wait for each other, the first in this order is blamed (``_blame_order``):
 
 1. Replicas that have answered a probe during their wait come after all others, because their waiting threads work.
-2. Replicas of the role with the fewest stalled replicas come first, because one trainer hangs more likely than all
-   rollouts.
-3. Among replicas of roles of equal size, the replica that has waited longest comes first. The time is not compared
+2. Replicas of the kind of role with the fewest stalled replicas come first, because one trainer hangs more likely than
+   all rollouts.
+3. Among replicas of kinds of equal size, the replica that has waited longest comes first. The time is not compared
    earlier, because a queue may have been full long before the replica that empties it hung.
 
 A service that does nothing, and does not answer probes, is blamed sooner (:func:`_idle_services`).
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from ....core.phases import BETWEEN
-from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of, role_of
+from ....core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, gang_of
 from ..detectors.base import is_service, is_waiting
 from ..detectors.pass_deadlines import is_delayed_by_storage
 from ..detectors.progress import ENDLESS_WAIT_FACTOR, stalled_since
@@ -76,9 +76,9 @@ def _idle_services(
     for replica in waiting:
         view = monitor.replicas[replica]
         if all_stalled or view.declared.waits_for is None:
-            roles = {view.declared.waits_for} if view.waits_for is None else set()
+            awaited = view.declared.waits_for if view.waits_for is None else None
             for service in idle:
-                if service == view.waits_for or role_of(service) in roles:
+                if service == view.waits_for or monitor.replicas[service].role.awaited_as == awaited:
                     blocked.setdefault(service, []).append(replica)
     return dict.fromkeys(blocked, waiting) if all_stalled and len(blocked) == 1 else blocked
 
@@ -126,9 +126,9 @@ def _waiting_with(
     start: ReplicaId, views: Mapping[ReplicaId, ReplicaView], stalled: Mapping[ReplicaId, Finding]
 ) -> set[ReplicaId]:
     """Return ``start`` and all replicas that wait in its chain, or an empty set if it leads to an unknown replica."""
-    by_role: dict[str, list[ReplicaId]] = {}
-    for replica in views:
-        by_role.setdefault(role_of(replica), []).append(replica)
+    by_kind: dict[str, list[ReplicaId]] = {}
+    for replica, view in views.items():
+        by_kind.setdefault(view.role.awaited_as, []).append(replica)
     waiting: set[ReplicaId] = set()
     ahead = [start]
     while ahead:
@@ -137,7 +137,7 @@ def _waiting_with(
             return set()
         if replica not in waiting and replica in stalled and stalled[replica].detector in _WAIT_DETECTORS:
             waiting.add(replica)
-            if not (awaited := _awaited(views[replica], by_role)):
+            if not (awaited := _awaited(views[replica], by_kind)):
                 return set()
             ahead.extend(awaited)
     return waiting
@@ -157,17 +157,17 @@ def _may_end_waits(view: ReplicaView, latest: float) -> bool:
     return view.declared.name != BETWEEN
 
 
-def _awaited(view: ReplicaView, by_role: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
+def _awaited(view: ReplicaView, by_kind: Mapping[str, list[ReplicaId]]) -> list[ReplicaId]:
     """Return the replicas for which the replica of ``view`` waits.
 
-    If the phase of the waiting replica declares a role to wait for, all replicas of that role are returned. Otherwise
-    only the replica that the waiting replica has reported (``view.waits_for``) is returned. The declared role has
-    priority, because a replica that waits for a role polls the store and therefore reports the store.
+    If the phase of the waiting replica declares what it waits for, all replicas of this kind (``RoleSpec.awaited_as``)
+    are returned. Otherwise only the replica that the waiting replica has reported (``view.waits_for``) is returned. The
+    declared kind has priority, because a replica that waits for it polls the store and therefore reports the store.
     """
-    role = view.declared.waits_for
-    if role is None and view.waits_for is not None:
+    kind = view.declared.waits_for
+    if kind is None and view.waits_for is not None:
         return [view.waits_for]
-    return by_role.get(role or "", [])
+    return by_kind.get(kind or "", [])
 
 
 def _blame_order(
@@ -175,14 +175,15 @@ def _blame_order(
 ) -> list[ReplicaId]:
     """Return the ``waiting`` replicas in the order of their likelihood to be the cause, most likely first.
 
-    ``stalled`` contains all replicas that wait or are idle. A role with few replicas in ``stalled`` (a gang counts as
-    one) is a more likely cause than a role with many.
+    ``stalled`` contains all replicas that wait or are idle. A kind of role with few replicas in ``stalled`` (a gang
+    counts as one) is a more likely cause than one with many.
     """
-    gangs_of_role = Counter(role_of(gang) for gang in {gang_of(replica) for replica in stalled})
+    gangs = {gang_of(replica): monitor.replicas[replica].role.awaited_as for replica in stalled}
+    gangs_of_kind = Counter(gangs.values())
 
     def key(replica: ReplicaId) -> tuple[bool, int, float, ReplicaId]:
         view = monitor.replicas[replica]
-        return view.probe.answer_count > 0, gangs_of_role[role_of(replica)], view.last_change_at, replica
+        return view.probe.answer_count > 0, gangs_of_kind[view.role.awaited_as], view.last_change_at, replica
 
     return sorted(waiting, key=key)
 

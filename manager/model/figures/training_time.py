@@ -98,7 +98,7 @@ def member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
     The weight of a member is its number of GPUs (unit ``gpu``). In a job whose trainers and rollouts use no GPU, it is
     the member's share of the replica's nodes (unit ``node``).
     """
-    roles = [role for role in job.roles if role.kind in ("trainer", "rollout")]
+    roles = [role for role in job.roles if role.traits.has_weights]
     if any(role.per_member.gpus for role in roles):
         return "gpu", {role.name: float(role.per_member.gpus) for role in roles}
     return "node", {role.name: role.nodes / role.ranks for role in roles}
@@ -111,15 +111,16 @@ def effective_share(job: RunSpec, at_work: Mapping[str, int], committed: bool) -
     this step, it is the weight of the working rollouts divided by the weight of all trainers and rollouts
     (:func:`member_weights`).
     """
-    ranks = sum(role.replicas * role.ranks for role in job.roles if role.kind == "trainer")
-    if ranks and at_work.get("trainer", 0) >= ranks:
+    members = {role.name: role.replicas * role.ranks for role in job.roles if role.traits.has_weights}
+    trainers = [role.name for role in job.roles if role.traits.trains]
+    if trainers and all(at_work.get(name, 0) >= members[name] for name in trainers):
         return 1.0
     if not committed:
         return 0.0
     _, weights = member_weights(job)
-    rollouts = [role for role in job.roles if role.kind == "rollout"]
-    total = sum(role.replicas * role.ranks * weights[role.name] for role in job.roles if role.name in weights)
-    working = sum(min(at_work.get(role.name, 0), role.replicas * role.ranks) * weights[role.name] for role in rollouts)
+    rollouts = [name for name in members if name not in trainers]
+    total = sum(count * weights[name] for name, count in members.items())
+    working = sum(min(at_work.get(name, 0), members[name]) * weights[name] for name in rollouts)
     return working / total if total else 0.0
 
 

@@ -361,8 +361,8 @@ class NodeInventory:
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
             if self._fits(member, node, occupancy, wait_for_release=True):
                 return ()
-            rollouts = {rollout_role.name for rollout_role in self._state.job.kind("rollout")}
-            return [occupant for occupant in occupancy[node] if occupant.is_current and occupant.role in rollouts]
+            job = self._state.job
+            return [one for one in occupancy[node] if one.is_current and job.traits_of(one.id).may_be_displaced]
         target = self.choose_node(member, occupancy)
         if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()

@@ -13,7 +13,7 @@ step, so that they take no resources from its recovery. There are two kinds:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ....core.run_spec import RoleSpec
 from ....core.types import (
@@ -22,6 +22,7 @@ from ....core.types import (
     NodeName,
     ReplicaId,
     gang_of,
+    is_trainer,
     replica_id,
     role_of,
     standby_id,
@@ -54,6 +55,7 @@ def plan_standbys(
     occupancy = inventory.occupancy()
     actions: list[ExternalAction] = []
     wake = NEVER
+    taken: set[NodeName] = set()  # spare nodes for the standby processes of earlier roles
     for role in roles:
         wanted: _StandbyNodes = {}
         if role.standby_shares_node and stable:
@@ -62,7 +64,8 @@ def plan_standbys(
         elif not role.standby_shares_node:
             actions += _blocking_standbys(inventory, assigned, occupancy, placed, role)
             if stable and not _is_starting(inventory, assigned, role):
-                wanted = _spare_node_standbys(state, inventory, assigned, occupancy, role)
+                wanted = _spare_node_standbys(state, inventory, assigned, occupancy, role, taken)
+                taken.update(wanted.values())
         starts, retry_at = _launches(state, inventory, wanted, now)
         actions, wake = [*actions, *starts], min(wake, retry_at)
     return actions, wake
@@ -70,10 +73,9 @@ def plan_standbys(
 
 def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
     """Return whether every trainer works and its current incarnation has finished a step."""
-    trainers = {role.name for role in state.job.kind("trainer")}
-    trainer_gangs = [members for members in inventory.gangs if members[0].role in trainers]
+    trainers = [members for members in inventory.gangs if is_trainer(members[0].id)]
     worked = reached_step(state) > 0
-    return worked and all(all_joined(members) and has_trained(state, members[0]) for members in trainer_gangs)
+    return worked and all(all_joined(members) and has_trained(state, members[0]) for members in trainers)
 
 
 def _is_starting(inventory: NodeInventory, assigned: Assignment, role: RoleSpec) -> bool:
@@ -182,18 +184,27 @@ def _planned_nodes(assigned: Assignment) -> Iterator[tuple[NodeName, ReplicaId]]
 
 # ── a rollout's standby processes, on spare nodes ────────────────────────────────────────────────────────────────────
 def _spare_node_standbys(
-    state: State, inventory: NodeInventory, assigned: Assignment, occupancy: Occupancy, role: RoleSpec
+    state: State,
+    inventory: NodeInventory,
+    assigned: Assignment,
+    occupancy: Occupancy,
+    role: RoleSpec,
+    taken: Collection[NodeName],
 ) -> _StandbyNodes:
     """Return the wanted standby processes on spare nodes: as many per node as fit, on up to ``role.replicas`` nodes.
 
-    A node on which a step is still ending gets no standby process yet.
+    A node on which a step is still ending gets no standby process yet. A node that is ``taken``, or has standby
+    processes of another role, gets none.
     """
     ending = {orphan.node for orphan in state.orphan_steps.values()}
-    warm = {standby.node for standby in inventory.exclusive_standbys}
-    spares = sorted(
-        _free_spares(state, inventory, assigned, occupancy, role), key=lambda candidate: candidate.node not in warm
-    )
-    chosen = [candidate.node for candidate in spares[: role.replicas] if candidate.node not in ending]
+    warm = {standby.node: standby_role_of(standby.id) for standby in inventory.exclusive_standbys}
+    spares = [
+        candidate.node
+        for candidate in _free_spares(state, inventory, assigned, occupancy, role)
+        if candidate.node not in taken and warm.get(candidate.node, role.name) == role.name
+    ]
+    spares.sort(key=lambda node: node not in warm)
+    chosen = [node for node in spares[: role.replicas] if node not in ending]
     count = role.replicas_fitting(state.job.node_group_of(role.name).node)
     return {id: node for node in chosen for id in _standby_ids(role, node, count, not role.exclusive)}
 

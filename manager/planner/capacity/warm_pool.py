@@ -100,7 +100,7 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
     These are all working rollouts of each role that has more working rollouts than its minimum.
     """
     spareable: list[Replica] = []
-    for role in state.job.kind("rollout"):
+    for role in (role for role in state.job.roles if role.traits.may_be_displaced and role.ranks == 1):
         at_work = [
             rollout
             for rollout in workers(state)
@@ -109,7 +109,7 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
             and rollout.node is not None
             and rollout in occupancy.get(rollout.node, ())
         ]
-        if role.ranks == 1 and len(at_work) > max(1, role.min_replicas):
+        if len(at_work) > max(1, role.min_replicas):
             spareable += at_work
     return spareable
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....core.types import NodeName
+from ....core.types import NodeName, is_trainer
 from ...model.queries import finding_about, has_trained, node_finding, reached_step, workers
 from ...model.state import FailedIncarnation, Replica, State, Status
 from .repeated_end import starts_with_clean_exit, starts_with_same_exception
@@ -28,7 +28,7 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
     ``members`` are the gang's members by rank; ``failed`` is the member that failed now.
     """
     recovery = state.job.recovery
-    if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.full_restarts:
+    if not is_trainer(failed.id) or not recovery.full_restarts:
         return ()
     joined, no_step_yet = failed.status is Status.JOINED, not has_trained(state, members[0])
     reached = reached_step(state)

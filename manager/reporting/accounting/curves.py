@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from ....core.types import TRAINER, ReplicaId, Version, role_of
+from ....core.run_spec import RunSpec
+from ....core.types import TRAINER, ReplicaId, Version
 from ...model import events as ev
 from ...model.figures.stream_figures import TOKENS_AGED, as_count
 from .committed_steps import CommittedStep
@@ -57,12 +58,12 @@ class CurveRecorder:
         self._published: Version | None = None
         self._newest = 0
 
-    def on_version(self, event: ev.VersionAvailable) -> None:
+    def on_version(self, event: ev.VersionAvailable, job: RunSpec) -> None:
         """Record that an incarnation holds a weight version."""
         replica = event.incarnation.replica
         if replica == TRAINER:
             self._published = event.version
-        elif role_of(replica) == "rollout":
+        elif job.traits_of(replica).gets_weights:
             self._versions[replica] = event.version.step
 
     def on_replica_down(self, replica: ReplicaId) -> None:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ....cluster.base import AllocationRequest, AllocationState
 from ....core.run_spec import RunSpec
-from ....core.types import TRAINER, gang_of, role_of
+from ....core.types import is_trainer, role_of
 from ...model import events as ev
 from ...model.actions import Request
 from ...model.figures.training_time import member_weights
@@ -79,7 +79,7 @@ def gpu_hours(reserved: ReservedTime, lanes: Collection[Lane], steps: CommittedS
         for activity, seconds in by_activity.items()
         if activity.use in USEFUL
     )
-    weight = sum(weight for replica, weight in weights.items() if gang_of(replica) == TRAINER)
+    weight = sum(weight for replica, weight in weights.items() if is_trainer(replica))
     discarded_s = sum(one.until - one.since for step in steps.steps for one in step.discarded)
     redone = min(useful, weight * (discarded_s + steps.discarded_since_last_commit_s))
     total = max(reserved.until(now), useful)

@@ -25,11 +25,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from ....core.types import TRAINER, Incarnation, NodeName, ReplicaId, gang_of, is_support, rank_of, role_of
+from ....core.types import TRAINER, Incarnation, NodeName, ReplicaId, is_support, is_trainer, rank_of
 from ...model import events as ev
 from ...model.actions import Fence, Finish, Launch, RestartAll
 from ..failure_records import Failure
-from ..failure_timeline import RECOVERED_BY_FIRST_WORK, FailureTimeline, fences
+from ..failure_timeline import FailureTimeline, fences
 
 STAGES = ("detect", "decide", "queue", "start", "load", "reconnect")
 """The stages of an interruption, in order."""
@@ -99,8 +99,6 @@ class Interruptions:
         self.open: dict[ReplicaId, Interruption] = {}
         """The interruptions that have not ended, by replica (a gang as a whole)."""
         self._timeline = timeline
-        self._kinds: dict[str, str] = {}
-        """Kind of each role."""
         self._nodes: dict[Incarnation, NodeName] = {}
         self._joined: dict[ReplicaId, int] = {}
         """Number of the newest incarnation that has joined, by replica."""
@@ -110,9 +108,6 @@ class Interruptions:
         """Apply an event and return the interruptions that it begins."""
         handler = _HANDLERS.get(type(stamped.event))
         return [] if handler is None else handler(self, stamped.event, stamped.at) or []
-
-    def _on_run_started(self, event: ev.RunStarted, at: float) -> None:
-        self._kinds = {role.name: role.kind for role in event.job.roles}
 
     def _on_decided(self, event: ev.Decided, at: float) -> list[Interruption]:
         if isinstance(event.action, Finish):
@@ -189,7 +184,7 @@ class Interruptions:
         interruption = self._successor_of(incarnation)
         if interruption is not None and interruption.joined_at is None:
             interruption.joined_at = at
-            if self._kinds.get(role_of(incarnation.replica)) not in RECOVERED_BY_FIRST_WORK:
+            if not self._timeline.recovers_by_work(incarnation.replica):
                 self._end(interruption, at)
 
     def _on_version(self, event: ev.VersionAvailable, at: float) -> None:
@@ -214,7 +209,6 @@ class Interruptions:
         It begins with the trainer's failure if this failure ended the run, else when the end of the run was decided. No
         interruption begins if the trainer had never joined.
         """
-        self._kinds = {role.name: role.kind for role in event.job.roles}
         finished, self._finished = self._finished, None
         number = self._joined.get(TRAINER, 0)
         if finished is None or not number:
@@ -227,7 +221,7 @@ class Interruptions:
             for one in self._timeline.counted
             if one.ended_run
             and one.incarnation is not None
-            and gang_of(one.incarnation.replica) == TRAINER
+            and is_trainer(one.incarnation.replica)
             and one.incarnation.number == number
         ]
         if failures:
@@ -249,7 +243,6 @@ class Interruptions:
 
 
 _HANDLERS: dict[type, Callable[[Interruptions, Any, float], list[Interruption] | None]] = {
-    ev.RunStarted: Interruptions._on_run_started,
     ev.Decided: Interruptions._on_decided,
     ev.Intended: Interruptions._on_intended,
     ev.Joined: Interruptions._on_joined,

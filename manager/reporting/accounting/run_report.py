@@ -160,7 +160,7 @@ class Account:
         event, at = stamped.event, stamped.at
         before, self.now = self.now, at
         if isinstance(event, ev.VersionAvailable):
-            self.curves.on_version(event)
+            self.curves.on_version(event, self.job)
             if self.interruptions.open:
                 self.interruptions.apply(stamped)
             if event.incarnation.replica == TRAINER:
@@ -288,7 +288,7 @@ class Account:
         if without := [one for one in self.interruptions.all if one.cause == UNKNOWN]:
             yield f"Number of failures without a finding, whose cause is unknown: {len(without)}."
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
-        if with_weights := [one for one in late if one.replica.partition("/")[0] in self.reserved.weights]:
+        if with_weights := [one for one in late if self.job.traits_of(one.replica).has_weights]:
             yield (
                 f"Number of recoveries without a weight version before the first work: {len(with_weights)}. Their"
                 " time to load weights is not separated from the time to reconnect."
@@ -297,7 +297,7 @@ class Account:
             yield "The metrics of the steps have no `reward`."
         if not curves.tokens_per_second:
             yield "The metrics of the steps have no `tokens`: the throughput is unknown."
-        if any(one.replica.startswith("rollout/") and one.charged for one in self.interruptions.all):
+        if any(self.job.traits_of(one.replica).leases_turns and one.charged for one in self.interruptions.all):
             yield "Tokens that a failed rollout lost are not recorded: `redone` is GPU time of the trainer only."
 
 

@@ -39,15 +39,16 @@ class CurrentPhase(NamedTuple):
 def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhase:
     """Return phase ``name`` with the replica for which a process waits in this phase.
 
-    ``waits_for`` is a role or a replica. None stands for the role that the phase declares, if any. For a role with one
-    replica the result names this replica; for any other role it names none.
+    ``waits_for`` is a replica, or what a phase may wait for (``Phase.waits_for``). None stands for what the phase
+    declares, if anything. If that is a single replica, the result names it, else it names none.
     """
     target = waits_for or phase(name).waits_for
     cause = idle_cause(name, target)
     if target is None or "/" in target:
         return CurrentPhase(name, None if target is None else ReplicaId(target), cause)
-    replicas = next((role.replicas for role in job.roles if role.name == target), None)
-    return CurrentPhase(name, replica_id(target, 0) if replicas == 1 else None, cause)
+    roles = [role for role in job.roles if role.awaited_as == target]
+    single = len(roles) == 1 and roles[0].replicas == 1
+    return CurrentPhase(name, replica_id(roles[0].name, 0) if single else None, cause)
 
 
 class WorkStatus:

@@ -8,7 +8,7 @@ import msgspec
 
 from rrl.config.job.resolve import pool_nodes
 from rrl.core.faults import Fault
-from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleSpec, RunSpec
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec
 from rrl.core.types import ReplicaId, Resources
 
 RUN = "small-1"
@@ -19,7 +19,7 @@ WIDE = Resources(cpus=8, gpus=1, mem=8 * 2**30)
 _EACH = Resources(cpus=1, mem=2**30)
 
 
-def role(name: str, replicas: int = 1, min_replicas: int = 1, exclusive: bool = False) -> RoleSpec:
+def role(name: RoleKind, replicas: int = 1, min_replicas: int = 1, exclusive: bool = False) -> RoleSpec:
     return RoleSpec(name, name, replicas, min_replicas, _EACH, exclusive, ("run", name))
 
 
@@ -125,6 +125,22 @@ def in_node_groups(
     return msgspec.structs.replace(
         small, cluster="slurm", node_groups=tuple(parts), walltime=walltime, form=form, start_within=start_timeout_s
     )
+
+
+def with_fast_rollouts(spec: RunSpec, replicas: int) -> RunSpec:
+    """Return the job with a further role ``fast`` of the kind of the rollouts, which its node group has room for."""
+    (rollout,) = spec.kind("rollout")
+    fast = msgspec.structs.replace(rollout, name="fast", replicas=replicas, min_replicas=1)
+    more = replicas if rollout.exclusive else 0
+    groups = tuple(
+        msgspec.structs.replace(
+            group, roles=(*group.roles, "fast"), nodes=group.nodes + more, min_nodes=group.min_nodes + more
+        )
+        if "rollout" in group.roles
+        else group
+        for group in spec.node_groups
+    )
+    return msgspec.structs.replace(spec, roles=(*spec.roles, fast), node_groups=groups)
 
 
 def commands(

@@ -31,6 +31,7 @@ from rrl.core.run_spec import RunSpec
 from rrl.core.types import (
     AGENT,
     STANDBY_ROLE,
+    TRAINER,
     Cause,
     Evidence,
     Finding,
@@ -70,7 +71,7 @@ A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
 """Number of plans in a row that are not empty, after which the test fails because the planner does not settle."""
-_FIRST_PHASE = {"rollout": "generate", "trainer": "train", STANDBY_ROLE: STANDBY}
+_SUPPORT_PHASE = {STANDBY_ROLE: STANDBY}
 
 
 class _Died(BaseException):
@@ -444,6 +445,8 @@ class World:
             assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in running), (
                 f"{action.incarnation} has no free memory"
             )
+            roles = {standby_role_of(incarnation.replica) for incarnation in (*engines, action.incarnation)}
+            assert len(roles) == 1, f"{action.incarnation} shares a node with {engines}"
         elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
             over = action.standby is not None and _memory_claim(action.standby)
             assert over or not engines, f"{engines} hold the memory of {action.incarnation}"
@@ -500,9 +503,11 @@ class World:
         if action.step not in self.steps or not self.state.is_current(incarnation):
             return
         self.record(ev.Joined(incarnation, node, node, 101))
-        if role_of(incarnation.replica) in ("rollout", "trainer") and rank_of(incarnation.replica) == 0:
+        traits = self.state.job.traits_of(incarnation.replica)
+        if traits.has_weights and rank_of(incarnation.replica) == 0:
             self.record(ev.VersionAvailable(incarnation, Version(self.state.step, 1)))
-        self.record(ev.PhaseEntered(incarnation, _FIRST_PHASE.get(role_of(incarnation.replica), "serve")))
+        phase = "generate" if traits.leases_turns else "train" if traits.trains else "serve"
+        self.record(ev.PhaseEntered(incarnation, _SUPPORT_PHASE.get(role_of(incarnation.replica), phase)))
         if (exception := self.raises.get(role_of(incarnation.replica)) or self.raises_on.get(node)) is not None:
             self._later(0.5, lambda: self._end(action.step, 1, exception) if action.step in self.steps else None)
 
@@ -549,7 +554,7 @@ class World:
 
 def _memory_claim(incarnation: Incarnation) -> bool:
     replica = incarnation.replica
-    return role_of(replica) == STANDBY_ROLE and standby_role_of(replica) == "rollout"
+    return role_of(replica) == STANDBY_ROLE and standby_role_of(replica) != role_of(TRAINER)
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:

@@ -28,7 +28,7 @@ import msgspec
 
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import TransportSpec
+from rrl.core.run_spec import ROLE_TRAITS, TransportSpec
 from rrl.core.types import NodeName, Version
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.weights.orders import (
@@ -124,7 +124,7 @@ class _Connection(ManagerConnection):
         launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, virtual_node=True)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
         transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
-        super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
+        super().__init__(launch, RunDir(Path()), keys, 1.0, transport, ROLE_TRAITS["rollout"])
         self._loop.close()  # as in a role, the event loop runs in a thread of its own
         self.weights = store
         self._report_version, self._dropped = report_version, dropped

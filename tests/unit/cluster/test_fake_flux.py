@@ -18,7 +18,7 @@ from rrl.config.job.validation import check
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Cause, Outcome, UsageError
-from rrl.health.readers.samples import READERS
+from rrl.health.readers.base import READERS
 from rrl.manager.bootstrap.preview import demand
 from rrl.manager.bootstrap.start import open_cluster
 from rrl.manager.model.actions import Exclude

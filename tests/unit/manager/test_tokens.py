@@ -18,6 +18,7 @@ def test_tokens_generated_on_a_lost_node_still_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path / RUN)
     manager = Manager(run, LocalCluster(run, python="python"), job(), "job.toml", "host")
     watch, tokens = manager._monitor, manager._tokens
+    watch.set_roles(job().roles)
     for incarnation, node, made in ((R0, N1, 100), (R1, N2, 50), (Incarnation(TRAINER, 1), N2, 7)):
         watch.on_launched(incarnation, node, 1.0)
         watch.on_hello(incarnation, node, "generate", 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleSpec, RunSpec
+from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec
 from rrl.core.types import Resources
 from rrl.manager.bootstrap.preview import demand, max_standbys, worst_case
 from rrl.manager.model import events as ev
@@ -16,7 +16,7 @@ from rrl.manager.planner.capacity.allocation_requests import initial_requests
 NODE = Resources(cpus=2, mem=2**30)
 
 
-def role(name: str, kind: str, replicas: int, floor: int, exclusive: bool) -> RoleSpec:
+def role(name: str, kind: RoleKind, replicas: int, floor: int, exclusive: bool) -> RoleSpec:
     return RoleSpec(name, kind, replicas, floor, Resources(), exclusive, ("true",))
 
 

@@ -167,7 +167,7 @@ def test_stream_has_idle_shares_and_seconds_of_all_incarnations_as_the_state_has
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
     for seq, (at, event) in enumerate(events, 2):
         state = fold(state, ev.Stamped(seq, at, 1, event))
-    assert stream_summary(state.idle_times, state.stream_figures) == got
+    assert stream_summary(state.job, state.idle_times, state.stream_figures) == got
 
 
 def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -> None:
@@ -197,7 +197,7 @@ def test_stream_has_the_figures_of_the_committed_steps_as_the_state_has_them() -
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
     for seq, (at, event) in enumerate(events, 2):
         state = fold(state, ev.Stamped(seq, at, 1, event))
-    assert stream_summary(state.idle_times, state.stream_figures) == got
+    assert stream_summary(state.job, state.idle_times, state.stream_figures) == got
 
 
 EPISODES = {
@@ -254,7 +254,7 @@ def test_summary_file_has_the_reasons_for_dropped_episodes_that_the_store_has_le
 
 
 def test_run_without_readings_has_an_empty_stream() -> None:
-    assert summary(started()).stream == StreamSummary()
+    assert summary(started()).stream == StreamSummary(kinds={role.name: role.kind for role in job().roles})
 
 
 def test_no_events_raise_value_error() -> None:

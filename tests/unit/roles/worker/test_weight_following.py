@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrl.core.run_spec import TransportSpec
+from rrl.core.run_spec import ROLE_TRAITS, TransportSpec
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
@@ -59,7 +59,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:
         with lab(tmp_path) as at:
-            connection = ManagerConnection(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
+            launch = at.launch(replica=ME.replica)
+            connection = ManagerConnection(launch, at.run, at.keys, 1.0, TRANSPORT, ROLE_TRAITS["rollout"])
             async with transport_for("tcp") as pipe:
                 rollout = Rollout(connection, SpyTransport(pipe))
                 task = asyncio.create_task(connection._follow_weights(rollout.spy))

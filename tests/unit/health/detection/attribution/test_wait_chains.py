@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from rrl.core.launch import ExitReason
 from rrl.core.phases import PHASES, PhaseSpec
-from rrl.core.run_spec import Limits
+from rrl.core.run_spec import Limits, RoleSpec
 from rrl.core.types import Cause, DataReport, Incarnation, OutsideKind, OutsideWait, ReplicaId
 from rrl.health.detection.attribution.wait_chains import blame_ends_of_wait_chains
 from rrl.health.detection.detectors.progress import ENDLESS_WAIT_FACTOR
@@ -22,6 +24,7 @@ from rrl.tests.support.health.traces import (
     Trace,
     fail,
 )
+from rrl.tests.support.manager.jobs import gang_job, with_fast_rollouts
 
 ENDLESS_S = ENDLESS_WAIT_FACTOR * PHASES["wait_data"].longest
 LONG = 900 + LIMITS.first_pass + 5
@@ -164,12 +167,14 @@ def test_store_that_answers_probes_is_not_at_fault_for_having_nothing_to_do() ->
     assert {about for _, about, _ in trace.found()} == {str(STORE)}
 
 
-def mutual_wait(*rollouts: Incarnation) -> Trace:
+def mutual_wait(*rollouts: Incarnation, roles: Sequence[RoleSpec] = ()) -> Trace:
     """Return a trace in which a trainer begins to wait for data after its rollouts have waited for weights for 5 min.
 
     The store works.
     """
-    trace = Trace().node("n3", STORE, phase="serve").node("n2", *rollouts, phase="wait_weights")
+    trace = Trace()
+    trace.monitor.set_roles(roles)
+    trace.node("n3", STORE, phase="serve").node("n2", *rollouts, phase="wait_weights")
     trace.still |= set(rollouts)
     play_served(trace, 300)
     trace.node("n1", TRAINER, phase="wait_data")
@@ -190,6 +195,13 @@ def test_trainer_hung_after_its_rollouts_began_to_wait_is_blamed_first() -> None
     play_served(trace, ENDLESS_S - 10)
     assert trace.found() == set()
     play_served(trace, 20)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
+def test_rollouts_of_two_roles_count_as_one_kind_when_they_and_the_trainer_wait_for_each_other() -> None:
+    fast, roles = Incarnation(ReplicaId("fast/0"), 1), with_fast_rollouts(gang_job(1, 1, rollouts=1), 1).roles
+    trace = mutual_wait(ROLLOUT, fast, roles=roles)
+    play_served(trace, ENDLESS_S + 20)
     assert trace.found() == {fail("standstill", TRAINER)}
 
 

@@ -171,7 +171,7 @@ def test_report_lists_the_data_that_the_journal_lacks() -> None:
     missing = " ".join(accounted(story).report().missing)
     assert "No phase `train` before the first commit" in missing
     assert "no `tokens`" in missing
-    bare = accounted(Story(job=commands(role("work"))))
+    bare = accounted(Story(job=commands(role("command"))))
     assert "neither trainer nor rollouts" in bare.report().missing[0]
     with pytest.raises(NoEvents, match="no events"):
         account([])
