@@ -149,8 +149,8 @@ def test_results_depend_on_the_kind_of_the_rollouts_not_on_their_name(
             "explain --json",
         ):
             assert main.run([*command.split(), *(["small-1120"] if "explain" in command else [])]) == 0, command
-        told = capsys.readouterr().out + page.read_text() + run.summary.read_text()
-        results.append(told.replace(str(tmp_path / name), ""))
+        output = capsys.readouterr().out + page.read_text() + run.summary.read_text()
+        results.append(output.replace(str(tmp_path / name), ""))
     assert usual_name(results[1]) == results[0]
     recoveries = json.loads((tmp_path / "b" / ended.run / "summary.json").read_text())["recoveries"]
     assert [(each["replica"], each["weights_s"]) for each in recoveries] == [(f"{OTHER}/1", 1.0), ("trainer/0", None)]
