@@ -27,7 +27,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     """The expected hardware and settings of a node. A field that is not set is not checked."""
 
     gpus: int | None = None
-    """Number of GPUs that NVML must list (gcm: 8)."""
+    """Number of GPUs that the driver must list (gcm: 8)."""
     hcas: int | None = None
     """Number of InfiniBand or RoCE devices (gcm's example: 9)."""
     ports: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     """Expected clock source of the kernel, such as ``tsc``."""
     readers: tuple[str, ...] = ()
     """Readers (``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``) without which the node's verdict is UNKNOWN;
-    ``nvml`` is added if GPUs are expected, ``fabric`` if HCAs or ports are expected."""
+    the reader of the node's GPUs is added if GPUs are expected, ``fabric`` if HCAs or ports are expected."""
 
 
 class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):

@@ -353,8 +353,8 @@ def _finding(
     if verdict is Verdict.FAIL and checks.rules.checks.get(check.name) == "observe":
         verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
         text = (*text[: _MAX_EVIDENCE_LINES - 1], "observe only: no action is taken")
-    of_gpus = check.readers[0] in ACCELERATOR_READERS
-    source = problem.source or (state.accelerator_reader if of_gpus else check.readers[0])
+    of_gpus = state.accelerator_reader
+    source = problem.source or (of_gpus if of_gpus in check.readers else check.readers[0])
     evidence = tuple(Evidence(source, line, since) for line in text)
     return Finding(
         check.name,

@@ -6,6 +6,7 @@ process of its own with a deadline, because any reader may hang.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -77,11 +78,12 @@ class Reader(Protocol):
 class AcceleratorReader(Reader, Protocol):
     """A reader of the accelerators of one vendor; :meth:`read` returns an ``AcceleratorData``."""
 
-    def read_use(self) -> tuple[Accelerator, ...]:
-        """Return the accelerators that this process may use, with only those values that a launcher needs.
+    def read_use(self, names: Sequence[str] | None) -> tuple[Accelerator, ...]:
+        """Return the accelerators ``names``, in this order, with only those values that a launcher needs.
 
-        These are index, uuid, utilization, processes, and memory_used without the driver's own reserve. Raises what
-        :meth:`read` raises.
+        These are uuid, utilization, processes, and memory_used without the driver's own reserve. A name is a UUID, or a
+        number among the accelerators that this process may use; None means all of them. Raises what :meth:`read`
+        raises.
         """
         ...
 

@@ -23,7 +23,7 @@ from ...core.types import role_of
 from ...transport.messages import FirstWorkDone, Heartbeat, Hello
 from .environment import node_environment
 from .first_process import StepSupervisor, log_failure
-from .gpus import Gpus, assigned_gpus_with_timeout
+from .gpus import NodeGpus, assigned_gpus_with_timeout
 
 BUSY_CORE_SHARE = 0.01
 """Share of one core above which a command counts as working; a sleeping interpreter uses less than 0.1 %."""
@@ -103,7 +103,7 @@ class ActivityReporter:
         self._heartbeat_interval = float(supervisor.launch.env.get(HEARTBEAT_INTERVAL_ENV) or 1.0)
         self._phase = role_of(supervisor.launch.incarnation.replica)
         self._done = 0
-        self._gpus: Gpus | None = Gpus()
+        self._gpus: NodeGpus | None = NodeGpus()
         self._gpu_ids: tuple[str, ...] = ()
 
     async def run(self, started: asyncio.Event) -> None:

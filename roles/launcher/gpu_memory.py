@@ -1,7 +1,7 @@
 """Wait until the memory of a role's GPUs is free, before the role starts.
 
 The memory of an earlier process may be released only some time after the process has ended. A role that starts before
-the release cannot allocate memory. If NVML does not answer, the role starts at once.
+the release cannot allocate memory. If the driver does not answer, the role starts at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import os
 import sys
 import time
-from typing import Any
 
 from ...core.command_runner import run_async
+from ...health.readers.samples import Accelerator
 from ...transport.address import NoAddress
 from .environment import node_environment
 from .first_process import StepSupervisor
-from .gpus import assigned_gpus, handle, open_nvml
+from .gpus import NodeGpus, assigned_gpus
 from .process_group import command_env
 
 FREE_TIMEOUT_S = 50.0
@@ -25,8 +25,8 @@ POLL_INTERVAL_S = 2.0
 """Seconds between two checks (NVRx: 2 s)."""
 MAX_USED_BYTES = 512 * 2**20
 """Bytes of a GPU that may be in use when a role starts (NVRx: 512 MB). The driver's reserve does not count."""
-NVML_TIMEOUT_S = 20.0
-"""Timeout (s) of NVML's calls, in addition to :data:`FREE_TIMEOUT_S`. The agent's readers report a driver that
+DRIVER_TIMEOUT_S = 20.0
+"""Timeout (s) of the driver's calls, in addition to :data:`FREE_TIMEOUT_S`. The agent's readers report a driver that
 hangs."""
 
 CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
@@ -35,7 +35,7 @@ CHECK_SCRIPT = "from rrl.roles.launcher.gpu_memory import main; main()"
 async def wait_until_free(supervisor: StepSupervisor) -> str:
     """Wait until the GPUs of this step are free; return why they are still occupied, or an empty text.
 
-    The text is also empty if NVML does not answer, or if a stop is requested during the wait.
+    The text is also empty if the driver does not answer, or if a stop is requested during the wait.
     """
     launch = supervisor.launch
     if not launch.gpus or launch.standby:  # a standby shares its node with the processes that use the GPUs
@@ -46,10 +46,10 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
         return ""
     # the agent's sweeps find the process by these variables
     env = command_env(env, supervisor.launch_file, supervisor.process)
-    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # a process of its own, since NVML may hang
+    argv = [sys.executable, "-P", "-c", CHECK_SCRIPT]  # a process of its own, since the driver may hang
     checking = asyncio.create_task(
         # with a grace, since a process inside the driver should not be killed immediately
-        run_async(argv, FREE_TIMEOUT_S + NVML_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
+        run_async(argv, FREE_TIMEOUT_S + DRIVER_TIMEOUT_S, env=env, term_grace_s=POLL_INTERVAL_S)
     )
     checking.add_done_callback(lambda _: supervisor.wakeup.set())
     await supervisor.wait_for(checking.done)
@@ -57,7 +57,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     await asyncio.wait([checking])
     try:
         result = checking.result()
-    except (asyncio.CancelledError, OSError):  # a stop was requested, NVML hangs, or Python cannot start
+    except (asyncio.CancelledError, OSError):  # a stop was requested, the driver hangs, or Python cannot start
         return ""
     return result.out.strip() if result.code == 0 else ""
 
@@ -65,38 +65,23 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
 def main() -> None:
     """Wait, in the checker process, until the memory of the step's GPUs is free; print why if it is not free in time.
 
-    Nothing is printed if the memory is free, or if NVML fails.
+    Nothing is printed if the memory is free, or if the driver fails.
     """
-    pynvml = open_nvml()
-    if pynvml is None:
-        return
-    try:
-        gpus = {name: handle(pynvml, name) for name in assigned_gpus()}
-    except pynvml.NVMLError:
-        return
+    gpus, names = NodeGpus(), assigned_gpus()
     deadline = time.monotonic() + FREE_TIMEOUT_S
-    while occupied := _occupied_gpus(pynvml, gpus):
+    while occupied := [
+        f"{gpu.memory_used // 2**20} MiB of GPU {name} are still in use{_occupants_text(gpu)}"
+        for name, gpu in zip(names, gpus.read(names), strict=False)
+        if gpu.memory_used is not None and gpu.memory_used > MAX_USED_BYTES
+    ]:
         if time.monotonic() >= deadline:
             sys.stdout.write("; ".join(occupied))  # wait_until_free reads it
             return
         time.sleep(POLL_INTERVAL_S)
 
 
-def _occupied_gpus(pynvml: Any, gpus: dict[str, Any]) -> list[str]:
-    descriptions = []
-    for name, gpu in gpus.items():
-        try:
-            used = pynvml.nvmlDeviceGetMemoryInfo(gpu, version=pynvml.nvmlMemory_v2).used
-        except (pynvml.NVMLError, AttributeError):  # not checked: an older version would count the driver's reserve
-            continue
-        if used > MAX_USED_BYTES:
-            descriptions.append(f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(pynvml, gpu)}")
-    return descriptions
-
-
-def _occupants_text(pynvml: Any, gpu: Any) -> str:
-    try:
-        pids = sorted(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu))
-    except pynvml.NVMLError:
+def _occupants_text(gpu: Accelerator) -> str:
+    if gpu.processes is None:
         return ""
-    return f" by {', '.join(f'process {pid}' for pid in pids[:4])}" if pids else "; NVML lists no process on it"
+    pids = sorted(process.pid for process in gpu.processes)
+    return f" by {', '.join(f'process {pid}' for pid in pids[:4])}" if pids else "; the driver lists no process on it"

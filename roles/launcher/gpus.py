@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
+from ...health.readers.base import ACCELERATOR_READERS, AcceleratorReader, ReaderOptions
+from ...health.readers.samples import Accelerator
 from .environment import GPUS_ENV
 
 DRIVER_TIMEOUT_S = 5.0
@@ -28,7 +30,7 @@ async def assigned_gpus_with_timeout(environ: Mapping[str, str] = os.environ) ->
 def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the GPUs that Slurm assigned to this step.
 
-    The GPUs are named by UUID if nvidia-ml-py and a driver are available, else by Slurm's numbers on this node. The
+    The GPUs are named by UUID if a driver is available, else by Slurm's numbers on this node. The
     result is empty if Slurm assigned no GPUs, as on the local cluster, where roles share the GPUs. The call hangs if
     the driver hangs.
     """
@@ -38,73 +40,46 @@ def assigned_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return _uuids(environ.get("CUDA_VISIBLE_DEVICES", "")) or numbers
 
 
-def open_nvml() -> Any:
-    """Open a session of NVML and return nvidia-ml-py; None if it is not installed or finds no driver. May hang."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+class NodeGpus:
+    """The GPUs of this node, read by the first reader that finds a driver. Every call may hang."""
+
+    def __init__(self) -> None:
+        self._candidates = [*ACCELERATOR_READERS.values()]
+        self._reader: AcceleratorReader | None = None
+
+    def read(self, names: Sequence[str] | None) -> tuple[Accelerator, ...]:
+        """Return what ``AcceleratorReader.read_use`` returns; empty without a driver, and after its first error."""
+        while self._candidates:
+            try:
+                if self._reader is None:
+                    module, _, name = self._candidates[0].partition(":")
+                    self._reader = getattr(import_module(module), name)(ReaderOptions())
+                return self._reader.read_use(names)
+            except Exception:  # no such driver, or a failure of it
+                self.close()
+                del self._candidates[0]
+        return ()
+
+    def any_busy(self) -> bool:
+        """Return whether a kernel ran on any GPU of this step within about the last second; False without a driver."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = None if visible is None else [name for name in visible.split(",") if name]
+        return any(gpu.utilization for gpu in self.read(names))
+
+    def close(self) -> None:
+        """Close the reader."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 def _uuids(visible: str) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, whose entries are UUIDs or indices of visible GPUs."""
-    pynvml = open_nvml()
-    if pynvml is None:
-        return ()
+    names = [name for name in visible.split(",") if name]
+    numbers = [name for name in names if name.isdigit()]
+    gpus = NodeGpus()
     try:
-        return tuple(sorted(_uuid(pynvml, name) for name in visible.split(",") if name))
-    except pynvml.NVMLError:
-        return ()
+        uuids = {number: gpu.uuid for number, gpu in zip(numbers, gpus.read(numbers), strict=False)}
     finally:
-        pynvml.nvmlShutdown()
-
-
-def _uuid(pynvml: Any, name: str) -> str:
-    return str(pynvml.nvmlDeviceGetUUID(handle(pynvml, name))) if name.isdigit() else name
-
-
-def handle(pynvml: Any, name: str) -> Any:
-    """Return NVML's handle of the GPU ``name``: a UUID, or a number among the GPUs that this process may open.
-
-    Raises NVMLError if NVML does not find the GPU.
-    """
-    if name.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
-    return pynvml.nvmlDeviceGetHandleByUUID(name)
-
-
-class Gpus:
-    """The GPUs of this step, queried through nvidia-ml-py if it is installed with a driver. Every call may hang."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._handles: list[Any] | None = None
-
-    def any_busy(self) -> bool:
-        """Return whether a kernel ran on any of the GPUs within about the last second.
-
-        The source is ``gpu`` of NVML's nvmlDeviceGetUtilizationRates. Without NVML the answer is False.
-        """
-        if self._handles is None:
-            self._nvml = open_nvml()
-        if self._nvml is None:
-            self._handles = []
-            return False
-        try:
-            if self._handles is None:
-                names = _visible(self._nvml.nvmlDeviceGetCount())
-                self._handles = [handle(self._nvml, name) for name in names]
-            return any(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
-        except self._nvml.NVMLError:
-            self._handles = []
-            return False
-
-
-def _visible(count: int) -> list[str]:
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(count)] if names is None else [name for name in names.split(",") if name]
+        gpus.close()
+    return tuple(sorted(uuids.get(name, name) for name in names)) if all(map(uuids.get, numbers)) else ()

@@ -11,7 +11,7 @@ import pytest
 from rrl.core.processes import Process
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.roles.launcher.gpus import Gpus
+from rrl.roles.launcher.gpus import NodeGpus
 from rrl.roles.node_agent.load_sampler import StepLoadSampler
 from rrl.tests.gpu.conftest import StartProcess
 from rrl.tests.support.listening_manager import wait_until
@@ -47,13 +47,13 @@ def test_spinning_kernels_are_a_busy_gpu_for_both_samplers(
     process, _ = cuda_process(64, "spin")
     load = sampled(process.pid, monkeypatch)
     wait_until(lambda: (load().gpu or 0.0) > BUSY_SHARE)
-    wait_until(Gpus().any_busy)
+    wait_until(NodeGpus().any_busy)
 
 
 def test_process_that_only_holds_memory_is_an_idle_gpu_for_both_samplers(
     nvml: Any, cuda_process: StartProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = Gpus()
+    gpus = NodeGpus()
     wait_until(lambda: not gpus.any_busy())  # NVML's utilization may still include the kernels of an earlier test
     process, _ = cuda_process(900, "idle")
     load = sampled(process.pid, monkeypatch)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..samples import GpuProcess, NvidiaGpu
+from ..samples import Accelerator, GpuProcess, NvidiaGpu
 from . import queries as table
 from .names import NO_HANDLE_CODES, SUCCESS, error_text
 from .nvlink import read_links
@@ -64,6 +64,14 @@ _CONFIRMATION_READS = 3
 samples for a FAIL."""
 _HANDLE_RETRY_READS = 20
 """Number of reads between two attempts to get a handle that the driver refused."""
+
+
+def read_use(nvml: Any, name: str, index: int, owners: ProcessOwners) -> Accelerator:
+    """Return the values of :data:`.queries.USE` and the processes of the GPU ``name``. Raises NVMLError if unknown."""
+    lookup = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+    results = QueryResults(nvml, lookup(int(name) if name.isdigit() else name), session_may_end=False)
+    results.query((*table.USE, Query(("processes",), _process_queries(owners))))
+    return Accelerator(index=index, **{**results.values, "uuid": results.values["uuid"] or ""})
 
 
 class Device:

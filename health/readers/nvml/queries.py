@@ -119,6 +119,7 @@ FAST_FIELDS = (
     FieldQuery("recovery_action", 230, recovery_action),
     FieldQuery("ecc_volatile_uncorrected", 4, alternatives=_ecc(_UNCORRECTED, _VOLATILE)),
 )
+_UTILIZATION = Query(("utilization",), (lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),))
 FAST = (
     Query(("temperature",), (_temperature, lambda nvml, handle: nvml.nvmlDeviceGetTemperatureV(handle, _CORE))),
     Query(
@@ -128,7 +129,7 @@ FAST = (
             lambda nvml, handle: clock_reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         ),
     ),
-    Query(("utilization",), (lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),)),
+    _UTILIZATION,
 )
 MEDIUM_FIELDS = (
     FieldQuery("ecc_volatile_corrected", 3, alternatives=_ecc(_CORRECTED, _VOLATILE)),
@@ -164,13 +165,16 @@ FIXED = (
     Query(("pcie_gen_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),)),
     Query(("pcie_width_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),)),
 )
+_UUID = Query(("uuid",), (lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle),))
 IDENTITY = (
-    Query(("uuid",), (lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle),)),
+    _UUID,
     Query(("pci",), (lambda nvml, handle: kernel_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),)),
     Query(("name",), (lambda nvml, handle: nvml.nvmlDeviceGetName(handle),)),
     Query(("serial",), (lambda nvml, handle: nvml.nvmlDeviceGetSerial(handle),)),
     Query(("vbios",), (lambda nvml, handle: nvml.nvmlDeviceGetVbiosVersion(handle),)),
 )
+USE = (_UUID, _UTILIZATION, Query(("memory_used", "memory_total"), (_memory_v2,)))
+"""What a launcher asks for. An older version of the memory would include the driver's reserve."""
 
 
 def _text(value: str | bytes) -> str:

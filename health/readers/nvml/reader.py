@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..base import NotInstalled, PermissionDenied, ReaderOptions
-from ..samples import NvmlData
-from .gpu import Device, ProcessOwners
+from ..samples import Accelerator, NvmlData
+from .gpu import Device, ProcessOwners, read_use
 from .names import DRIVER_NOT_LOADED, GPU_NOT_FOUND, LIBRARY_NOT_FOUND, NO_PERMISSION, SESSION_OVER_CODES, error_text
 from .session import SessionOver
 from .xid_events import XidListener
@@ -60,6 +61,13 @@ class NvmlReader:
             self._trust_errors_from_read = self._read_count + _REOPEN_AFTER_READS
             self.close()
             return self._read(session_may_end=False)
+
+    def read_use(self, names: Sequence[str] | None) -> tuple[Accelerator, ...]:
+        """Read what a launcher needs of some GPUs. Must not be mixed with :meth:`read`."""
+        if self._nvml is None:
+            self._nvml = _start_nvml()
+        listed = [str(index) for index in range(self._count(session_may_end=False))] if names is None else names
+        return tuple(read_use(self._nvml, name, index, self._owners) for index, name in enumerate(listed))
 
     def close(self) -> None:
         """End the session, if the driver permits it."""

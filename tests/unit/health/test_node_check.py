@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.node_check import overall
 from rrl.health.readers.samples import DcgmData, DcgmGpu, FabricData
+from rrl.tests.support.health.fake_vendor import FAKE_ROW
 from rrl.tests.support.health.simulated_node import ObservedNode, gpu, port
 
 
@@ -90,3 +95,21 @@ def test_xid_of_a_crash_counts_although_its_processes_were_killed_at_once() -> N
     node.node_state.on_role_death(["GPU-0"], node.now)
     found = node.check_again().one("xid")
     assert (found.verdict, found.cause) == (Verdict.WARN, Cause.USER)
+
+
+def test_reader_of_another_vendor_is_one_row_beside_nvml() -> None:
+    """The row is added before the checks are imported, as if it stood in the table."""
+    program = (
+        "import json; from rrl.health.readers import base; base.READERS += ('fake',)\n"
+        f"base.ACCELERATOR_READERS['fake'] = base.READER_CLASSES['fake'] = {FAKE_ROW!r}\n"
+        "from rrl.config.health_rules import Expect, Rules; from rrl.health.node_check import check_node\n"
+        "found = check_node(Rules(expect=Expect(gpus=2)), 30.0)\n"
+        "print(json.dumps([(f.detector, f.component, f.verdict, f.evidence[0].source) for f in found]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    found = {tuple(one) for one in json.loads(done.stdout)}
+    assert ("gpu_lost", "FAKE-1", "FAIL", "fake") in found
+    assert ("gpu_temperature", "FAKE-0", "WARN", "fake") in found
+    assert ("gpu_count", "", "OK", "fake") in found
+    assert ("readers", "OK") in {(detector, verdict) for detector, _, verdict, _ in found}, "NVML's reader is missed"
+    assert ("nvlink_state", "", "UNKNOWN", "nvml") in found

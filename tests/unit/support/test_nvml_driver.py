@@ -13,7 +13,7 @@ import pynvml
 import pytest
 
 from rrl.roles.launcher.environment import GPUS_ENV
-from rrl.roles.launcher.gpus import Gpus, assigned_gpus
+from rrl.roles.launcher.gpus import NodeGpus, assigned_gpus
 from rrl.tests.support.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
 
 
@@ -33,7 +33,7 @@ def test_assigned_gpus_of_a_role_are_named_by_uuid(driver: FakeDriver) -> None:
 def test_gpu_load_of_a_role_is_that_of_its_gpus(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     driver.set(0, "utilization", 90)
-    gpus = Gpus()
+    gpus = NodeGpus()
     assert gpus.any_busy() is False, "the busy GPU is not one of this role"
     driver.set(2, "utilization", 3)
     assert gpus.any_busy() is True

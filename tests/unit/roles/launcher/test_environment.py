@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,8 +17,11 @@ from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.health.readers.base import ACCELERATOR_READERS
+from rrl.roles.launcher import gpus
 from rrl.roles.launcher.environment import node_environment, rdma_devices, see_all_gpus, ucx_devices
-from rrl.roles.launcher.gpus import assigned_gpus, assigned_gpus_with_timeout
+from rrl.roles.launcher.gpus import NodeGpus, assigned_gpus, assigned_gpus_with_timeout
+from rrl.tests.support.health.fake_vendor import FAKE_ROW
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import AgentHello, StepExit
@@ -97,23 +99,16 @@ def test_step_names_its_gpus_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) 
     assert "RRL_GPUS" not in node_environment(launch(network="lo"))
 
 
-def test_visible_gpus_are_named_by_uuid_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES numbers the GPUs that the process may open. The fake NVML has four GPUs."""
-
-    class FakeNvml:
-        NVMLError = OSError
-
-        def __getattr__(self, name: str) -> Callable[..., object]:
-            given: dict[str, Callable[..., object]] = {
-                "nvmlDeviceGetHandleByIndex": int,
-                "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
-            }
-            return given.get(name, lambda: None)
-
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    assert assigned_gpus({"RRL_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "2,3"}) == ("GPU-2", "GPU-3")
+def test_gpus_of_any_vendor_are_named_by_uuid_from_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES numbers the GPUs that the process may open. The fake vendor's second GPU computes."""
+    monkeypatch.setattr(gpus, "ACCELERATOR_READERS", {**ACCELERATOR_READERS, "fake": FAKE_ROW})
+    assert assigned_gpus({"RRL_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "0,1"}) == ("FAKE-0", "FAKE-1")
     assert assigned_gpus({"RRL_GPUS": "6", "CUDA_VISIBLE_DEVICES": "GPU-x"}) == ("GPU-x",)
-    assert assigned_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}) == ()
+    assert assigned_gpus({"RRL_GPUS": "6", "CUDA_VISIBLE_DEVICES": "2"}) == ("6",), "the driver has no third GPU"
+    assert assigned_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
+    for visible, busy in (("0", False), ("0,1", True), ("FAKE-1", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert NodeGpus().any_busy() is busy
 
 
 def test_step_on_a_node_without_the_network_names_the_existing_ones(tmp_path: Path) -> None:

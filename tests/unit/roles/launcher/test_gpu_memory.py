@@ -116,7 +116,7 @@ def test_hung_driver_delays_a_role_but_does_not_prevent_its_start(tmp_path: Path
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; gpu_memory.NVML_TIMEOUT_S = 0.5"
+        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; gpu_memory.DRIVER_TIMEOUT_S = 0.5"
         async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
             await started(at, launch)
 
