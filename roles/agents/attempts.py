@@ -20,8 +20,8 @@ from ...core.text import shortened
 from ...core.units import duration_text
 from ..launcher.end_report import as_exception, described
 from ..models.rewards import finite_number
-from ..trajectories.client import FencedAttempt
-from ..trajectories.episodes.requests import EpisodeItem
+from ..trajectories.client import AskStore, FencedAttempt
+from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 from .user_function import Agent
 from .user_program import ProgramFailed
 
@@ -31,21 +31,6 @@ FAULTS_WINDOW = 32
 """Number of newest attempts among which the faults of the agent's own code are counted. If more than half of these
 attempts failed by such a fault, the code is at fault rather than a few episodes. This process then ends with the
 exception."""
-
-
-class AttemptsStore(Protocol):
-    """The requests about attempts that are sent to the store."""
-
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode with its reward, durably.
-
-        If ``reward`` is None, the reward is posted later (with ``later``), or the reward role scores the last answer.
-        """
-        ...
-
-    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """Report that an attempt failed, durably."""
-        ...
 
 
 class AgentEndpoint(Protocol):
@@ -82,14 +67,14 @@ class Attempts:
     Args:
         context: The values that all attempts share.
         endpoint: The endpoint at which the agents reach the model.
-        store: Receives the results of the attempts.
+        ask: Sends the results of the attempts to the store.
         on_change: Called whenever an attempt has ended.
     """
 
     def __init__(
-        self, context: AgentContext, endpoint: AgentEndpoint, store: AttemptsStore, on_change: Callable[[], None]
+        self, context: AgentContext, endpoint: AgentEndpoint, ask: AskStore, on_change: Callable[[], None]
     ) -> None:
-        self._context, self._endpoint, self._store, self._on_change = context, endpoint, store, on_change
+        self._context, self._endpoint, self._ask, self._on_change = context, endpoint, ask, on_change
         asyncio.get_running_loop().set_task_factory(_contained_task)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._faults: deque[bool] = deque(maxlen=FAULTS_WINDOW)
@@ -134,11 +119,11 @@ class Attempts:
             try:
                 reward = await self._run(item)
             except _Failure as failure:
-                await self._store.fail_attempt(item.episode, item.attempt, str(failure))
+                await self._ask(FailAttempt, item.episode, item.attempt, str(failure))
             else:
                 self._faults.append(False)
                 later = reward is None and self._context.settings.reward_timeout is not None
-                await self._store.finish_episode(item.episode, item.attempt, reward, later)
+                await self._ask(FinishEpisode, item.episode, item.attempt, reward, later)
         except FencedAttempt as error:
             _log.info("episode %d: %s", item.episode, error)
 

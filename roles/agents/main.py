@@ -7,7 +7,6 @@ run in a thread of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ..launcher.end_report import exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.conversation import ModelChat
 from ..models.tasks import TaskError, load_task
-from ..trajectories.episodes.requests import EpisodeItem
+from ..trajectories.episodes.requests import LeasedEpisodes, LeaseEpisodes
 from ..worker.status.episode_status import EpisodeStatus
 from .attempts import AgentContext, Attempts
 from .user_function import load_agent
@@ -28,29 +27,6 @@ LEASE_WAIT_S = 1.0
 """Seconds that a request for episodes waits at the store before it is repeated."""
 _POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
-
-
-class StoreRequests:
-    """Sends requests about attempts to the store. The event loop of the caller awaits each request.
-
-    Args:
-        me: This process.
-    """
-
-    def __init__(self, me: rrl.Worker) -> None:
-        self._me = me
-
-    async def lease_episodes(self, at_most: int, holding: Sequence[int]) -> tuple[EpisodeItem, ...]:
-        """Return newly leased episodes, or an empty tuple if there is none within :data:`LEASE_WAIT_S`."""
-        return await self._me.ask_store(lambda store: store.lease_episodes(at_most, LEASE_WAIT_S, holding))
-
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        """End an episode, as :meth:`.attempts.AttemptsStore.finish_episode` describes."""
-        await self._me.ask_store(lambda store: store.finish_episode(episode, attempt, reward, later))
-
-    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        """Report a failed attempt, as :meth:`.attempts.AttemptsStore.fail_attempt` describes."""
-        await self._me.ask_store(lambda store: store.fail_attempt(episode, attempt, why))
 
 
 async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
@@ -80,20 +56,21 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
 
 
 async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, status: EpisodeStatus) -> None:
-    store, changed = StoreRequests(me), asyncio.Event()
-    attempts = Attempts(context, endpoint, store, changed.set)
-    leasing: asyncio.Task[tuple[EpisodeItem, ...]] | None = None
+    changed = asyncio.Event()
+    attempts = Attempts(context, endpoint, me.ask_store, changed.set)
+    leasing: asyncio.Task[LeasedEpisodes | None] | None = None
     reported = 0
     try:
         while not me.stopping.is_set() and attempts.error is None:
             if leasing is not None and leasing.done():
-                for item in leasing.result():
+                leased = leasing.result()
+                for item in leased.items if leased is not None else ():
                     attempts.start(item)
                 leasing = None
             status.attempts_changed(len(attempts.episodes))
             free = context.settings.concurrency - len(attempts.episodes)
             if leasing is None and free:
-                leasing = asyncio.create_task(store.lease_episodes(free, attempts.episodes))
+                leasing = asyncio.create_task(me.ask_store(LeaseEpisodes, free, LEASE_WAIT_S, attempts.episodes))
                 leasing.add_done_callback(lambda _: changed.set())
             if attempts.ended > reported:
                 me.progress(attempts.ended - reported)

@@ -26,8 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...config.model_folder import max_length
 from ...core.run_spec import RunSpec
 from ..models.conversation import Chat, ModelChat
-from ..trajectories.client import FencedAttempt, Refused, TrajectoryClient
-from ..trajectories.episodes.requests import EpisodeTurns, Turn
+from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
+from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkUnused, OpenTurn, Turn
+from ..trajectories.types import A, Done, Kind, P
 from .calls.call import Call, Policy, body_digest
 from .calls.errors import ApiError
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
@@ -109,7 +110,7 @@ class Endpoint:
     Args:
         run: The properties of the run.
         chat: Tokenizer and chat template of the model.
-        turns: Sends the requests about turns to the store.
+        ask: Sends requests to the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
         routes: Further routes.
     """
@@ -118,24 +119,24 @@ class Endpoint:
         self,
         run: ServedRun,
         chat: ModelChat,
-        turns: TrajectoryClient,
+        ask: AskStore,
         on_change: Callable[[], None] = lambda: None,
         routes: Sequence[Route] = (),
     ) -> None:
-        self._run, self._chat, self._turns = run, chat, turns
+        self._run, self._chat, self._store = run, chat, ask
         self._on_change = on_change
         policy = structs.replace(run.policy, max_length=run.max_length)
         self._preparation = Preparation(chat, policy)
         self._processes = PreparationProcesses(chat.model, policy)
         self._max_body = INLINE_BYTES + _BYTES_PER_TOKEN * run.max_length
-        self._known = KnownTurns(turns, chat.tokenizer)
+        self._known = KnownTurns(self._ask, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its bodies are read, and its turns opened. It makes equal calls at the
         same time get different turns, and bounds the memory that an episode takes to one body."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
-        self._reports: set[asyncio.Future[list[BaseException | None]]] = set()
+        self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
         """Number of calls that wait for tokens."""
@@ -227,7 +228,8 @@ class Endpoint:
         max_new = int(min(self._run.max_new, left, call.max_new or left))
         names = _names(call, number)
         opened = [
-            await self._turns.open_turn(
+            await self._ask(
+                OpenTurn,
                 key.episode,
                 key.attempt,
                 name,
@@ -241,7 +243,7 @@ class Endpoint:
             )
             for name in names
         ]
-        return OpenedTurns(number, context.tokens, names, tuple(opened), chat)
+        return OpenedTurns(number, context.tokens, names, tuple(one.turn for one in opened), chat)
 
     def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
@@ -260,15 +262,22 @@ class Endpoint:
         """Add the tokens of a turn to an answer as they become durable, and yield after each addition."""
         offset = 0
         while not answer.finished:
-            tokens = await self._turns.follow(turn, offset, FOLLOW_WAIT_S)
+            tokens = await self._ask(Follow, turn, offset, FOLLOW_WAIT_S)
             if tokens is None:
                 continue
             offset += len(tokens.tokens)
             if answer.grow(tokens.tokens, tokens.logprobs, tokens.finished):
-                await self._turns.end_turn(turn, answer.length)
+                await self._ask(EndTurn, turn, answer.length)
             yield
         self.answered += 1
         self._on_change()
+
+    async def _ask(self, kind: Kind[P, A], *arguments: P.args, **named: P.kwargs) -> A:
+        """Send a request to the store. Once this process is fenced, every attempt that it serves is over."""
+        try:
+            return await self._store(kind, *arguments, **named)
+        except Fenced as error:
+            raise FencedAttempt(str(error)) from error
 
     def close(self) -> None:
         """Prepare the end of the server: report nothing more to the store, and end the processes beside it."""
@@ -330,7 +339,7 @@ class Endpoint:
     def _report_unused(self, turns: Sequence[int], undelivered: bool) -> None:
         """Report to the store that the agent has not used the answers of these turns."""
         if turns and not self._closing:
-            reports = [self._turns.mark_unused(turn, undelivered) for turn in turns]
+            reports = [self._ask(MarkUnused, turn, undelivered) for turn in turns]
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
             self._reports.add(sent)
             sent.add_done_callback(self._reports.discard)

@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...core.text import shortened
-from ..trajectories.client import FencedAttempt, TrajectoryClient
+from ..trajectories.client import AskStore, FencedAttempt
+from ..trajectories.episodes.requests import FailAttempt, FinishEpisode, OpenEpisode, PostReward
 from .calls.errors import ApiError, wrong
 from .http_messages import bearer_key, read_body
 from .key import EpisodeKey, encode_key
@@ -42,7 +43,7 @@ _MAX_REASON_CHARS = 2000
 class EpisodeRoutes(Struct, frozen=True):
     """The routes by which agents open and end episodes."""
 
-    store: TrajectoryClient
+    ask: AskStore
     run: str
     """Name of the run directory."""
     secret: bytes
@@ -68,13 +69,14 @@ class EpisodeRoutes(Struct, frozen=True):
         loop = asyncio.get_running_loop()
         until = loop.time() + OPEN_TIMEOUT_S
         while (left := until - loop.time()) > 0:
-            if (item := await self.store.open_episode(name, min(_OPEN_WAIT_S, left))) is not None:
+            leased = await self.ask(OpenEpisode, name, min(_OPEN_WAIT_S, left))
+            for item in leased.items if leased is not None else ():
                 try:
                     text = self.item_text(item.item)
                 except BaseException as error:  # user code may raise anything
                     why = f"prompt({item.item}) of [task] raised {shortened(error)}"
                     with suppress(FencedAttempt):  # this request is a repetition
-                        await self.store.fail_attempt(item.episode, item.attempt, why)
+                        await self.ask(FailAttempt, item.episode, item.attempt, why)
                     name += "+"
                     continue
                 key = encode_key(EpisodeKey(self.run, item.episode, item.attempt), self.secret)
@@ -101,12 +103,12 @@ class EpisodeRoutes(Struct, frozen=True):
             raise wrong("later", "must be true or false; if it is true, the request must have no reward")
         if reward is not None:
             reward = _reward(reward)
-        await self.store.finish_episode(key.episode, key.attempt, reward, later)
+        await self.ask(FinishEpisode, key.episode, key.attempt, reward, later)
         return JSONResponse({})
 
     async def _reward(self, request: Request) -> Response:
         key, given = await self._read(request, {"reward"})
-        await self.store.post_reward(key.episode, key.attempt, _reward(given.get("reward")))
+        await self.ask(PostReward, key.episode, key.attempt, _reward(given.get("reward")))
         return JSONResponse({})
 
     async def _fail(self, request: Request) -> Response:
@@ -114,7 +116,7 @@ class EpisodeRoutes(Struct, frozen=True):
         why = given.get("why")
         if not isinstance(why, str) or not why:
             raise wrong("why", "must be a text that says why the attempt failed")
-        await self.store.fail_attempt(key.episode, key.attempt, why[:_MAX_REASON_CHARS])
+        await self.ask(FailAttempt, key.episode, key.attempt, why[:_MAX_REASON_CHARS])
         return JSONResponse({})
 
     async def _read(self, request: Request, keys: set[str]) -> tuple[EpisodeKey, dict[str, Any]]:

@@ -10,11 +10,11 @@ from types import TracebackType
 
 from ...core.run_spec import RunSpec
 from ..models.conversation import ModelChat
+from ..trajectories.client import AskStore
 from ..trajectories.episodes.requests import EpisodeItem
 from .application import Endpoint, served_run
 from .http_server import EndpointServer, Probed
 from .key import EpisodeKey, encode_key
-from .turns.store_turns import AskStore, store_requests
 
 
 class LoopbackEndpoint:
@@ -44,7 +44,7 @@ class LoopbackEndpoint:
         ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._run, self._secret, self._on_change = run, secret, on_change
-        self._endpoint = Endpoint(served_run(job, run, secret), chat, store_requests(ask), self._changed)
+        self._endpoint = Endpoint(served_run(job, run, secret), chat, ask, self._changed)
         self._server, self._me, self._ready = EndpointServer(self._endpoint.application), me, ready
 
     def __enter__(self) -> LoopbackEndpoint:

@@ -24,7 +24,6 @@ from .addresses import write_address
 from .application import Endpoint, served_run
 from .episode_routes import EpisodeRoutes
 from .http_server import LOOPBACK, EndpointServer
-from .turns.store_turns import store_requests
 
 _POLL_S = 0.2
 """Seconds between two checks whether the manager has requested a stop."""
@@ -45,7 +44,7 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
     """
     changed = threading.Event()
     served = served_run(me.job, me.run_dir.id, me.keys.secret)
-    endpoint = Endpoint(served, chat, store_requests(me.ask_store), changed.set, routes.routes())
+    endpoint = Endpoint(served, chat, me.ask_store, changed.set, routes.routes())
     server = EndpointServer(endpoint.application, host, port)
     server.start(me)
     try:
@@ -83,7 +82,7 @@ def main() -> None:
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, chat.tokenizer, Path(me.launch.cwd))
     with me:
-        routes = EpisodeRoutes(store_requests(me.ask_store), me.run_dir.id, me.keys.secret, task.prompt)
+        routes = EpisodeRoutes(me.ask_store, me.run_dir.id, me.keys.secret, task.prompt)
         serve(me, chat, routes, os.environ.get(ADDRESS_ENV, LOOPBACK), job.endpoint.port)
 
 

@@ -123,7 +123,7 @@ REPORT_INTERVAL_S = 1.0
 complete."""
 UNTAKEN_AFTER_S = 10.0
 """Seconds without a request for data after which the trainer is considered to request no data. A trainer that waits
-repeats its request at once. Each request waits for 1 s (5 s by default in :class:`TrajectoryClient`)."""
+repeats its request at once. Each request waits for 1 s (5 s by default)."""
 _FRAME_OVERHEAD_BYTES = 1024
 """Upper bound of the bytes in a frame that are not part of the answer."""
 

@@ -11,11 +11,11 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
@@ -31,8 +31,7 @@ from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part
-from ..trajectories.client import TrajectoryClient
-from ..trajectories.types import Batch, Item, PackedPart, Part, Segment
+from ..trajectories.types import A, Batch, GetCommitted, Item, Kind, LeaseScoring, P, PackedPart, Part, Segment
 from . import publication
 from .connection import ManagerConnection, Stopping
 from .status.episode_status import EpisodeStatus
@@ -52,8 +51,6 @@ _NO_PROXY = ("no_proxy", "NO_PROXY")
 """Variables with the hosts that HTTP clients reach without a proxy. Some clients read only one of them."""
 GOODBYE_TIMEOUT_S = 60.0
 """Seconds for which a worker that has finished its work waits for the manager's stop request."""
-
-_Data = TypeVar("_Data")
 
 
 class Worker:
@@ -450,9 +447,9 @@ class Worker:
         """Yield leases of up to ``at_most`` complete trajectories to score until a stop is requested."""
         while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._connection.call_store(self._connection.store.lease_scoring(at_most, STORE_WAIT_S))
-            if items:
-                yield ScoringLease(self._connection, items)
+                leased = self._connection.call_store(self._connection.store.ask(LeaseScoring, at_most, STORE_WAIT_S))
+            if leased is not None and leased.items:
+                yield ScoringLease(self._connection, leased.items)
 
     # ── agents ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def episodes(self, at_most: int | None = None) -> Iterator[Episode]:
@@ -473,13 +470,14 @@ class Worker:
         """Return an object that reports phase and progress of a process whose own code makes attempts at episodes."""
         return EpisodeStatus(self.job, self._connection.set_phase, self._connection.count)
 
-    async def ask_store(self, request: Callable[[TrajectoryClient], Coroutine[Any, Any, _Data]]) -> _Data:
-        """Send a request to the store, and wait for its answer in the caller's event loop."""
-        return await asyncio.wrap_future(self._connection.submit(request(self._connection.store)))
+    async def ask_store(self, kind: Kind[P, A], *arguments: P.args, **named: P.kwargs) -> A:
+        """Send a request to the store (:meth:`.TrajectoryClient.ask`), and wait in the caller's event loop."""
+        request = self._connection.store.ask(kind, *arguments, **named)
+        return await asyncio.wrap_future(self._connection.submit(request))
 
     def _fetch_committed(self) -> None:
         if not self._committed_fetched:
-            state = self._connection.call_store(self._connection.store.committed())
+            state = self._connection.call_store(self._connection.store.ask(GetCommitted))
             self._committed, self._manifest = state.number, state.manifest
             self._committed_fetched = True
             if state.number is not None:  # the incarnation that committed this step may have died before its report

@@ -42,7 +42,7 @@ from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
-from ..trajectories.types import StepMetrics
+from ..trajectories.types import FollowVersions, GetMetrics, StepMetrics
 from .commit_reports import CommitReports
 from .main_thread import ProbeResponder, SelfFaults
 from .status.work_status import WorkStatus
@@ -252,9 +252,7 @@ class ManagerConnection:
         self._weight_transport: WeightTransport | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._dialer = Dialer(self.keys, msg.FromManager, self._find_manager, lambda: [self._hello()])
-        self._commits = CommitReports(
-            self._report_commit, lambda: self._dialer.connected, lambda after: self.store.metrics(after)
-        )
+        self._commits = CommitReports(self._report_commit, lambda: self._dialer.connected, self._commits_after)
         await self._open_weight_transport()
         if not self.launch.standby:
             self._open_store()
@@ -438,6 +436,10 @@ class ManagerConnection:
             self._reported_phase = phase
             self._send_if_connected(msg.PhaseEntered(self.launch.incarnation, phase, self.status.done, waits_for))
 
+    async def _commits_after(self, step: int) -> Sequence[StepMetrics]:
+        """Return metrics of committed steps after ``step`` from the store, which need not be all of them."""
+        return (await self.store.ask(GetMetrics, step)).commits
+
     async def _exchange_versions(self) -> None:
         """Report to the store which version this process serves, and receive the newest version and its sources.
 
@@ -455,7 +457,7 @@ class ManagerConnection:
                     continue
                 known = version
             try:
-                following = self.store.follow_versions(self._weight_address, version, known)
+                following = self.store.ask(FollowVersions, self._weight_address, version, known)
                 newest = await unless_set(self._served_version_changed, following)
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)

@@ -19,13 +19,12 @@ from ...core.run_spec import RunSpec
 from ...core.text import on_one_line, shortened
 from ...core.units import duration_text
 from ..endpoint.loopback import LoopbackEndpoint
-from ..endpoint.turns.store_turns import AskStore
 from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.rewards import finite_number
 from ..models.tasks import TaskError, load_task
-from ..trajectories.client import FencedAttempt, TrajectoryClient
-from ..trajectories.episodes.requests import EpisodeItem
+from ..trajectories.client import AskStore, FencedAttempt
+from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode, LeaseEpisodes
 from .connection import ManagerConnection
 from .status.episode_status import EpisodeStatus
 
@@ -35,7 +34,6 @@ _LEASE_WAIT_S = 1.0
 """Seconds that a request for an episode waits at the store before it is repeated."""
 _POLL_S = 0.2
 """Seconds between two checks for a stop request and for overdue attempts, while ``at_most`` attempts are at work."""
-_Request = Callable[[TrajectoryClient], Coroutine[Any, Any, None]]
 
 
 class _Attempt(Struct, eq=False):
@@ -154,8 +152,9 @@ class EpisodeWork:
                     self._changed.clear()
                     continue
                 holding = tuple(self._attempts)
-                for leased in self._connection.call_store(store.lease_episodes(1, _LEASE_WAIT_S, holding)):
-                    if (episode := self._begin(leased)) is not None:
+                leased = self._connection.call_store(store.ask(LeaseEpisodes, 1, _LEASE_WAIT_S, holding))
+                for item in leased.items if leased is not None else ():
+                    if (episode := self._begin(item)) is not None:
                         yield episode
 
     def finish(self, attempt: _Attempt, reward: float | None, later: bool) -> bool:
@@ -164,7 +163,8 @@ class EpisodeWork:
             self._end_overdue(attempt)
         later = later or (reward is None and self._settings.reward_timeout is not None)
         of = attempt.leased
-        return self._end(attempt, lambda store: store.finish_episode(of.episode, of.attempt, reward, later))
+        store = self._connection.store
+        return self._end(attempt, lambda: store.ask(FinishEpisode, of.episode, of.attempt, reward, later))
 
     def fail(self, attempt: _Attempt, why: str) -> bool:
         """End an attempt; see :meth:`Episode.fail`."""
@@ -172,7 +172,7 @@ class EpisodeWork:
             return False
         self._connection.status.note = f"the newest failed attempt: {why}"
         of = attempt.leased
-        return self._end(attempt, lambda store: store.fail_attempt(of.episode, of.attempt, why))
+        return self._end(attempt, lambda: self._connection.store.ask(FailAttempt, of.episode, of.attempt, why))
 
     def _break_calls_on_stop(self) -> None:
         """Close the endpoint once a stop is requested, so that code that waits for an answer gets an error."""
@@ -201,7 +201,7 @@ class EpisodeWork:
         attempt.overdue = True
         self.fail(attempt, f"the program did not end the episode within {duration_text(self._settings.timeout)}")
 
-    def _end(self, attempt: _Attempt, request: _Request) -> bool:
+    def _end(self, attempt: _Attempt, request: Callable[[], Coroutine[Any, Any, object]]) -> bool:
         """Report the end of an attempt; return False if the attempt was over already."""
         of = attempt.leased
         with self._lock:
@@ -213,7 +213,7 @@ class EpisodeWork:
                 )
             attempt.ended = True
         try:
-            self._connection.call_store(request(self._connection.store))
+            self._connection.call_store(request())
         except FencedAttempt as error:
             _log.info("episode %d: %s", of.episode, error)
             return False

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...core.run_spec import RunSpec, SamplingSpec
 from ...core.types import is_trainer
 from ..trajectories.batches import whole_part
-from ..trajectories.types import PackedBatch, PackedPart
+from ..trajectories.types import GetBatch, GetCommitted, GetPart, PackedBatch, PackedPart
 from .connection import ManagerConnection, Stopping
 from .uncommitted_steps import UncommittedSteps
 
@@ -46,10 +46,11 @@ class StepData:
         if not self._stream:
             batch = self.batch(number)
             return None if batch is None else whole_part(batch)
-        part = self._wait(lambda: self._connection.store.part(number, index, _WAIT_S))
-        if part is not None:
-            self.uncommitted.add(part)
-        return part
+        bound = self._wait(lambda: self._connection.store.ask(GetPart, number, index, _WAIT_S))
+        if bound is None:
+            return None
+        self.uncommitted.add(bound.part)
+        return bound.part
 
     def evaluated_at_end(self, job: RunSpec) -> bool:
         """Wait for the stop request that follows the last step's evaluation, and return True after this wait.
@@ -62,7 +63,7 @@ class StepData:
         if job.eval is None or not is_trainer(self._connection.launch.incarnation.replica) or stopping.is_set():
             return False
         with self._wait_data(), contextlib.suppress(Stopping):
-            if self._connection.call_store(self._connection.store.committed()).number != job.steps:
+            if self._connection.call_store(self._connection.store.ask(GetCommitted)).number != job.steps:
                 return False
             while not stopping.wait(_WAIT_S):
                 self._connection.probes.answer()
@@ -70,10 +71,11 @@ class StepData:
 
     def batch(self, number: int) -> PackedBatch | None:
         """Return the batch of one step, or None when a stop is requested."""
-        batch = self._wait(lambda: self._connection.store.batch(number, _WAIT_S))
-        if batch is not None:
-            self.uncommitted.add(whole_part(batch))
-        return batch
+        bound = self._wait(lambda: self._connection.store.ask(GetBatch, number, _WAIT_S))
+        if bound is None:
+            return None
+        self.uncommitted.add(whole_part(bound.batch))
+        return bound.batch
 
     def _wait(self, request: Callable[[], Coroutine[Any, Any, _Data | None]]) -> _Data | None:
         """Repeat a request to the store until it has a result, and return it; None when a stop is requested."""

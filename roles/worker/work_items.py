@@ -13,7 +13,7 @@ from ...transport.weights.store import StoredVersion
 from ..launcher.end_report import Misuse
 from ..trajectories.client import Appended
 from ..trajectories.durable.records import pack
-from ..trajectories.types import Item, Score, Segment, ToScore
+from ..trajectories.types import Item, PostScores, Score, Segment, ToScore
 from .connection import ManagerConnection
 
 _MAX_ENDED = 65_536
@@ -274,7 +274,8 @@ class ScoringLease:
             0 normally. If ``faulty`` is not empty, and faults of the scorer's code have dropped more than half of the
             run's newest groups, the number of these dropped groups. The role should then end.
         """
-        faulty_groups = self._connection.call_store(self._connection.store.post_scores(scores, failed, faulty))
+        request = self._connection.store.ask(PostScores, tuple(scores), failed or {}, tuple(faulty))
+        faulty_groups = self._connection.call_store(request).faulty_groups
         self._posted += len(scores) + len(failed or {})
         reported = self._connection.status.done - self._done_before
         self._connection.progress(max(0, self._posted - reported))

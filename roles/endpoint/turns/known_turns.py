@@ -11,8 +11,8 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from ...models.tokenizer import Tokenizer
-from ...trajectories.client import TrajectoryClient
-from ...trajectories.episodes.requests import EpisodeTurns, Turn
+from ...trajectories.client import AskStore
+from ...trajectories.episodes.requests import EpisodeTurns, GetEpisode, Turn
 from .shown_answer import AnswerFormat, end_at_stop
 
 MAX_WEIGHT = 2**20
@@ -32,13 +32,13 @@ class KnownTurns:
     """Reads the turns of episodes, and caches the complete turns of the episodes that were read most recently.
 
     Args:
-        store: Where the turns are read.
+        ask: Sends requests to the store.
         tokenizer: Tokenizer of the model.
         max_weight: Maximum memory of all turns that are kept, in tokens (:func:`_weight`).
     """
 
-    def __init__(self, store: TrajectoryClient, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
-        self._store, self._tokenizer, self._max_weight = store, tokenizer, max_weight
+    def __init__(self, ask: AskStore, tokenizer: Tokenizer, max_weight: int = MAX_WEIGHT) -> None:
+        self._ask, self._tokenizer, self._max_weight = ask, tokenizer, max_weight
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self.weight = 0
         """Memory of all turns that are kept, in tokens (:func:`_weight`)."""
@@ -50,11 +50,11 @@ class KnownTurns:
             FencedAttempt: The episode is over.
         """
         kept = self._kept.get(episode)
-        read = await self._store.get_episode(episode, tuple(kept.turns) if kept is not None else (), call)
+        read = await self._ask(GetEpisode, episode, tuple(kept.turns) if kept is not None else (), call)
         if kept is not None and read.attempt != kept.attempt:
             self._forget(episode)
             kept = None
-            read = await self._store.get_episode(episode, (), call)
+            read = await self._ask(GetEpisode, episode, (), call)
         turns = {} if kept is None else dict(kept.turns)
         self._keep(episode, read)
         turns |= {turn.id: turn for turn in read.turns}

@@ -10,171 +10,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from ....core.types import Incarnation, Version
-from ..types import Answer, Request, Sampling
-
-
-# ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
-class LeaseEpisodes(Struct, frozen=True, tag=True):
-    """Request of an agents replica for up to ``at_most`` episodes, each a new attempt.
-
-    Answered with :class:`LeasedEpisodes`, which is empty if there is none within ``wait`` seconds. ``holding`` lists
-    the episodes that the replica works on already. If this incarnation makes the newest attempt at any other episode,
-    the answer with that episode was lost, so it is sent again with the same attempt.
-    """
-
-    incarnation: Incarnation
-    at_most: int
-    wait: float = 1.0
-    holding: tuple[int, ...] = ()
-
-
-class OpenTurn(Struct, frozen=True, tag=True):
-    """Request to sample an answer. The turn is durable once the request is answered with :class:`TurnOpened`.
-
-    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent``, and then ``given``.
-    Without a parent, ``offset`` is 0. ``request`` identifies the agent's call. If the call is repeated within the
-    attempt, the answer names the same turn.
-    """
-
-    incarnation: Incarnation
-    episode: int
-    attempt: int
-    request: str
-    parent: int | None
-    offset: int
-    given: tuple[int, ...]
-    max_new: int
-    """Maximum number of tokens to sample."""
-    messages: tuple[str, ...] = ()
-    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it. The
-    store only keeps the hashes, for :class:`GetEpisode`."""
-    options: str = ""
-    """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
-    keeps this text, for :class:`GetEpisode`."""
-    sampling: Sampling | None = None
-    """The sampling of a *foreign* turn, which is sampled from another policy than the trained one; None for any other
-    turn. The answer of a foreign turn counts as given tokens and is never trained."""
-
-
-class EndTurn(Struct, frozen=True, tag=True):
-    """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
-
-    Tokens that were sampled later are discarded. The end is durable once the request is answered with
-    :class:`..types.Done`. The rollout learns of the end with its next append.
-    """
-
-    incarnation: Incarnation
-    turn: int
-    length: int
-
-
-class MarkUnused(Struct, frozen=True, tag=True):
-    """Report that an agent has not used the answer of a turn: it got no token of it, or has made the same call again.
-
-    Unless another turn continues the answer, it is not trained. The report is void if the turn is opened again, and if
-    another incarnation has opened an ``undelivered`` turn later. It is durable once it is answered with
-    :class:`..types.Done`.
-    """
-
-    incarnation: Incarnation
-    turn: int
-    undelivered: bool
-    """True if the connection of the agent ended before it got a token."""
-
-
-class Follow(Struct, frozen=True, tag=True):
-    """Request for the sampled tokens of a turn from ``offset`` on.
-
-    Answered with :class:`TurnTokens` as soon as one of these tokens is durable or the turn is finished, and otherwise
-    with :class:`..types.NotReady` after ``wait`` seconds.
-    """
-
-    incarnation: Incarnation
-    turn: int
-    offset: int
-    wait: float = 5.0
-
-
-class GetEpisode(Struct, frozen=True, tag=True):
-    """Request for the newest attempt at an episode, the turns of this attempt, and the recorded turns.
-
-    Answered with :class:`EpisodeTurns`.
-    """
-
-    incarnation: Incarnation
-    episode: int
-    holding: tuple[int, ...] = ()
-    """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
-    episode would grow with the square of its length."""
-    call: str = ""
-    """Digest of the body of the call that the sender is about to prepare; empty if it is about to prepare none. If the
-    sender ends before the agent waits for tokens again, this call may be the cause."""
-
-
-class FinishEpisode(Struct, frozen=True, tag=True):
-    """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
-
-    If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
-    failed. If an agent outside of the run makes it, the request is denied instead.
-    """
-
-    incarnation: Incarnation
-    episode: int
-    attempt: int
-    reward: float | None = None
-    later: bool = False
-    """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
-
-
-class PostReward(Struct, frozen=True, tag=True):
-    """The reward of an episode that was finished with ``later``. The first reward is final, but may be sent again."""
-
-    incarnation: Incarnation
-    episode: int
-    attempt: int
-    reward: float
-
-
-class OpenEpisode(Struct, frozen=True, tag=True):
-    """Request for an episode for an agent outside of the run.
-
-    Answered with :class:`LeasedEpisodes` of one episode, or of none if there is none within ``wait`` seconds. The same
-    ``request`` gets the same episode until the attempt at this episode is over. The attempt outlives the incarnation
-    that sent the request, and fails if it takes longer than the job's timeout.
-    """
-
-    incarnation: Incarnation
-    request: str
-    wait: float = 1.0
-
-
-class FailAttempt(Struct, frozen=True, tag=True):
-    """Report that an attempt failed, for a reason that has nothing to do with the model.
-
-    The episode is attempted again by any agents replica or, after too many failures, dropped together with its group.
-    """
-
-    incarnation: Incarnation
-    episode: int
-    attempt: int
-    why: str
-
-
-EpisodeRequest = (
-    LeaseEpisodes
-    | OpenEpisode
-    | OpenTurn
-    | EndTurn
-    | MarkUnused
-    | Follow
-    | GetEpisode
-    | FinishEpisode
-    | PostReward
-    | FailAttempt
-)
-StoreRequest = Request | EpisodeRequest
-"""Every request that the store serves."""
+from ....core.types import Version
+from ..types import Answer, Done, Request, Sampling, StepRequest
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,3 +81,156 @@ class EpisodeTurns(Struct, frozen=True, tag=True):
 EpisodeAnswer = LeasedEpisodes | TurnOpened | TurnTokens | EpisodeTurns
 StoreAnswer = Answer | EpisodeAnswer
 """Every answer of the store."""
+
+
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class LeaseEpisodes(Request[LeasedEpisodes | None], frozen=True, tag=True):
+    """Request of an agents replica for up to ``at_most`` episodes, each a new attempt.
+
+    Answered with :class:`LeasedEpisodes`, which is empty if there is none within ``wait`` seconds. ``holding`` lists
+    the episodes that the replica works on already. If this incarnation makes the newest attempt at any other episode,
+    the answer with that episode was lost, so it is sent again with the same attempt.
+    """
+
+    at_most: int
+    wait: float = 1.0
+    holding: tuple[int, ...] = ()
+
+
+class OpenTurn(Request[TurnOpened], frozen=True, tag=True):
+    """Request to sample an answer. The turn is durable once the request is answered with :class:`TurnOpened`.
+
+    The tokens before the answer are the first ``offset`` tokens of the path of turn ``parent``, and then ``given``.
+    Without a parent, ``offset`` is 0. ``request`` identifies the agent's call. If the call is repeated within the
+    attempt, the answer names the same turn.
+    """
+
+    episode: int
+    attempt: int
+    request: str
+    parent: int | None
+    offset: int
+    given: tuple[int, ...]
+    max_new: int
+    """Maximum number of tokens to sample."""
+    messages: tuple[str, ...] = ()
+    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it. The
+    store only keeps the hashes, for :class:`GetEpisode`."""
+    options: str = ""
+    """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
+    keeps this text, for :class:`GetEpisode`."""
+    sampling: Sampling | None = None
+    """The sampling of a *foreign* turn, which is sampled from another policy than the trained one; None for any other
+    turn. The answer of a foreign turn counts as given tokens and is never trained."""
+
+
+class EndTurn(Request[Done], frozen=True, tag=True):
+    """Request to end an answer after its first ``length`` sampled tokens, because they contain a stop text.
+
+    Tokens that were sampled later are discarded. The end is durable once the request is answered with
+    :class:`..types.Done`. The rollout learns of the end with its next append.
+    """
+
+    turn: int
+    length: int
+
+
+class MarkUnused(Request[Done], frozen=True, tag=True):
+    """Report that an agent has not used the answer of a turn: it got no token of it, or has made the same call again.
+
+    Unless another turn continues the answer, it is not trained. The report is void if the turn is opened again, and if
+    another incarnation has opened an ``undelivered`` turn later. It is durable once it is answered with
+    :class:`..types.Done`.
+    """
+
+    turn: int
+    undelivered: bool
+    """True if the connection of the agent ended before it got a token."""
+
+
+class Follow(Request[TurnTokens | None], frozen=True, tag=True):
+    """Request for the sampled tokens of a turn from ``offset`` on.
+
+    Answered with :class:`TurnTokens` as soon as one of these tokens is durable or the turn is finished, and otherwise
+    with :class:`..types.NotReady` after ``wait`` seconds.
+    """
+
+    turn: int
+    offset: int
+    wait: float = 5.0
+
+
+class GetEpisode(Request[EpisodeTurns], frozen=True, tag=True):
+    """Request for the newest attempt at an episode, the turns of this attempt, and the recorded turns.
+
+    Answered with :class:`EpisodeTurns`.
+    """
+
+    episode: int
+    holding: tuple[int, ...] = ()
+    """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
+    episode would grow with the square of its length."""
+    call: str = ""
+    """Digest of the body of the call that the sender is about to prepare; empty if it is about to prepare none. If the
+    sender ends before the agent waits for tokens again, this call may be the cause."""
+
+
+class FinishEpisode(Request[Done], frozen=True, tag=True):
+    """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
+
+    If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
+    failed. If an agent outside of the run makes it, the request is denied instead.
+    """
+
+    episode: int
+    attempt: int
+    reward: float | None = None
+    later: bool = False
+    """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
+
+
+class PostReward(Request[Done], frozen=True, tag=True):
+    """The reward of an episode that was finished with ``later``. The first reward is final, but may be sent again."""
+
+    episode: int
+    attempt: int
+    reward: float
+
+
+class OpenEpisode(Request[LeasedEpisodes | None], frozen=True, tag=True):
+    """Request for an episode for an agent outside of the run.
+
+    Answered with :class:`LeasedEpisodes` of one episode, or of none if there is none within ``wait`` seconds. The same
+    ``request`` gets the same episode until the attempt at this episode is over. The attempt outlives the incarnation
+    that sent the request, and fails if it takes longer than the job's timeout.
+    """
+
+    request: str
+    wait: float = 1.0
+
+
+class FailAttempt(Request[Done], frozen=True, tag=True):
+    """Report that an attempt failed, for a reason that has nothing to do with the model.
+
+    The episode is attempted again by any agents replica or, after too many failures, dropped together with its group.
+    """
+
+    episode: int
+    attempt: int
+    why: str
+
+
+EpisodeRequest = (
+    LeaseEpisodes
+    | OpenEpisode
+    | OpenTurn
+    | EndTurn
+    | MarkUnused
+    | Follow
+    | GetEpisode
+    | FinishEpisode
+    | PostReward
+    | FailAttempt
+)
+StoreRequest = StepRequest | EpisodeRequest
+"""Every request that the store serves."""

@@ -19,7 +19,7 @@ from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import ModelChat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import TurnTokens
-from rrl.roles.trajectories.types import NotReady, Request
+from rrl.roles.trajectories.types import NotReady, StepRequest
 from rrl.tests.support.roles.endpoint import tool_folders
 from rrl.tests.support.roles.endpoint.fake_turns import VERSION as VERSION_OF_WEIGHTS
 from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
@@ -107,7 +107,7 @@ async def main() -> None:
     if kind == "manager":
         serving = _control(keys, ToManager, Admitted("answered", True), sockets.MANAGER_BOUNDS)
     elif kind == "store":
-        serving = _control(keys, Request, NotReady(), sockets.STORE_BOUNDS)
+        serving = _control(keys, StepRequest, NotReady(), sockets.STORE_BOUNDS)
     elif kind == "snapshots":
         serving = _snapshots(keys)
     elif kind == "endpoint":

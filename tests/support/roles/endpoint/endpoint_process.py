@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +59,6 @@ class EndpointProcess:
             self._process = None
 
 
-class _Store:
-    """Has the methods of a client of the store; the event loop of the caller awaits each call."""
-
-    def __init__(self, client: TrajectoryClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._client, self._loop = client, loop
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._client, name)
-
-        async def ask(*arguments: Any) -> Any:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(method(*arguments), self._loop))
-
-        return ask
-
-
 async def _main(run: RunDir, number: int) -> None:
     keys = RunKeys.load(run.keys)
 
@@ -85,10 +69,14 @@ async def _main(run: RunDir, number: int) -> None:
             return None
 
     client = TrajectoryClient(keys, incarnation_of("endpoint/0", number), find_store, timeout=_STORE_TIMEOUT_S)
-    store: Any = _Store(client, asyncio.get_running_loop())
-    routes = EpisodeRoutes(store, run.id, keys.secret, str)
+    loop = asyncio.get_running_loop()
+
+    async def ask(kind: Any, *arguments: Any, **named: Any) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(client.ask(kind, *arguments, **named), loop))
+
+    routes = EpisodeRoutes(ask, run.id, keys.secret, str)
     served = ServedRun(run.id, keys.secret, Policy(1.0), MAX_NEW, MAX_LENGTH)
-    server = EndpointServer(Endpoint(served, CHAT, store, routes=routes.routes()).application)
+    server = EndpointServer(Endpoint(served, CHAT, ask, routes=routes.routes()).application)
     server.start()
     write_address(run, 0, server.base_url)
     await client.run()

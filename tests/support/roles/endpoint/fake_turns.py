@@ -9,17 +9,26 @@ from typing import Any
 
 import msgspec
 
-from rrl.core.types import Version
+from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.trajectories.client import FencedAttempt
-from rrl.roles.trajectories.episodes.requests import EpisodeTurns, Turn, TurnTokens
+from rrl.roles.trajectories.episodes.requests import (
+    EndTurn,
+    EpisodeTurns,
+    Follow,
+    GetEpisode,
+    MarkUnused,
+    OpenTurn,
+    Turn,
+    TurnOpened,
+    TurnTokens,
+)
 from rrl.roles.trajectories.types import Sampling
 
 VERSION = Version(3, 1)
-CLIENT: Any = object
-"""Base of classes that stand in for a client of the store."""
+WHO = Incarnation(ReplicaId("agents/0"), 1)
 
 
-class FakeTurns(CLIENT):  # type: ignore[misc]
+class FakeTurns:
     """The turns of episodes 0, 1, ..., which are at attempt 1.
 
     ``on_open`` is called with each new turn, in the thread of the endpoint.
@@ -38,6 +47,19 @@ class FakeTurns(CLIENT):  # type: ignore[misc]
         """The turns that the endpoint had according to its newest request."""
         self._episode_of: dict[int, int] = {}
         self._lock = threading.Lock()
+
+    async def __call__(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        match kind(WHO, *arguments, **named):
+            case GetEpisode(_, episode, holding, call):
+                return await self.get_episode(episode, holding, call)
+            case OpenTurn() as request:
+                return TurnOpened(await self.open_turn(*msgspec.structs.astuple(request)[1:]))
+            case Follow(_, turn, offset, wait):
+                return await self.follow(turn, offset, wait)
+            case EndTurn(_, turn, length):
+                return await self.end_turn(turn, length)
+            case MarkUnused(_, turn, undelivered):
+                return await self.mark_unused(turn, undelivered)
 
     async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
         with self._lock:

@@ -27,7 +27,7 @@ from rrl.core.types import Incarnation, NodeName, ReplicaId, Version, member_id,
 from rrl.roles.snapshots.server import SnapshotServer
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import CommittedState, Prompt, Request, Score, Segment
+from rrl.roles.trajectories.types import CommittedState, Prompt, Score, Segment, StepRequest
 from rrl.tests.support.listening_manager import Lab
 from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer import mortal
@@ -136,7 +136,7 @@ class Stage:
         self.store = recorded(run.store, self.steps, self._uncommitted, stream=self._stream)
         self._listener = await Listener.open(keys, ToManager, epoch=1)
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        served = await Listener.open(keys, Request, epoch=_STORE.number)
+        served = await Listener.open(keys, StepRequest, epoch=_STORE.number)
         self._peers[_STORE.replica] = Peer(_STORE, served.endpoint, joined=True)
         server = Server(self.store, served)
         tasks = [asyncio.create_task(server.run()), asyncio.create_task(self._manage())]

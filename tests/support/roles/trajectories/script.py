@@ -29,10 +29,10 @@ from rrl.roles.trajectories.types import (
     PackedPart,
     PartBound,
     PostScores,
-    Request,
     Score,
     Scoring,
     Segment,
+    StepRequest,
     TrainedStep,
 )
 from rrl.tests.support.roles.trajectories.crew import (
@@ -93,7 +93,7 @@ class Script:
     def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
         self.folder = folder
         self.noted = noted
-        self.calls: list[tuple[Request, Answer]] = []
+        self.calls: list[tuple[StepRequest, Answer]] = []
         self.promised: list[Acknowledged] = [Acknowledged(0)]
         self.store = open_store(folder, **changed)
         self._staleness = changed.get("staleness")
@@ -101,7 +101,7 @@ class Script:
         self.store.flush()
         self.promised = [Acknowledged(log_in(folder).stat().st_size)]
 
-    def _call(self, request: Request, change: Callable[[Acknowledged, Answer], None]) -> Answer:
+    def _call(self, request: StepRequest, change: Callable[[Acknowledged, Answer], None]) -> Answer:
         given = answer(self.store, request)
         self.calls.append((request, given))
         self.store.flush()
@@ -230,7 +230,7 @@ def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> It
 
 
 def check(
-    folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[Request, Answer]] = (), **changed: Any
+    folder: Path, promised: Acknowledged, to: int, repeated: Sequence[tuple[StepRequest, Answer]] = (), **changed: Any
 ) -> None:
     """Check that a store that opens ``folder`` keeps all that ``promised`` contains.
 

@@ -23,9 +23,10 @@ import msgspec
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.client import TrajectoryClient
-from rrl.roles.trajectories.episodes.requests import StoreRequest
+from rrl.roles.trajectories.episodes.requests import EpisodeItem, LeaseEpisodes, OpenTurn, StoreRequest
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.types import GetBatch, GetPart, LeaseScoring, PackedBatch, PackedPart, ToScore
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.transport.control.endpoints import Address, Listener
@@ -90,6 +91,30 @@ async def open_clients(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def lease_episodes(client: TrajectoryClient, *arguments: Any) -> tuple[EpisodeItem, ...]:
+    leased = await client.ask(LeaseEpisodes, *arguments)
+    return leased.items if leased is not None else ()
+
+
+async def open_turn(client: TrajectoryClient, *arguments: Any, **named: Any) -> int:
+    return (await client.ask(OpenTurn, *arguments, **named)).turn
+
+
+async def lease_scoring(client: TrajectoryClient, *arguments: Any) -> tuple[ToScore, ...]:
+    leased = await client.ask(LeaseScoring, *arguments)
+    return leased.items if leased is not None else ()
+
+
+async def batch_of(client: TrajectoryClient, *arguments: Any) -> PackedBatch | None:
+    bound = await client.ask(GetBatch, *arguments)
+    return bound.batch if bound is not None else None
+
+
+async def part_of(client: TrajectoryClient, *arguments: Any) -> PackedPart | None:
+    bound = await client.ask(GetPart, *arguments)
+    return bound.part if bound is not None else None
 
 
 async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: dict[str, Any]) -> None:

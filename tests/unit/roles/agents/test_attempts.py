@@ -11,14 +11,16 @@ import numpy
 import pytest
 
 from rrl.core.run_spec import AgentsSettings
+from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
 from rrl.roles.agents.user_program import ProgramFailed
 from rrl.roles.trajectories.client import FencedAttempt
-from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.roles.trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 
 DEADLINE_S = 60.0
 """Time limit in seconds, which only a broken build reaches."""
 HERE = Path(__file__)
+WHO = Incarnation(ReplicaId("agents/0"), 1)
 
 
 class FakeEndpoint:
@@ -39,14 +41,15 @@ class RecordedResults:
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
 
-    async def finish_episode(self, episode: int, attempt: int, reward: float | None, later: bool) -> None:
-        if self.fenced:
-            raise FencedAttempt("a later attempt is made")
-        self.finished.append((episode, attempt, reward))
-        self.later.append(later)
-
-    async def fail_attempt(self, episode: int, attempt: int, why: str) -> None:
-        self.failed.append((episode, attempt, why))
+    async def __call__(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        match kind(WHO, *arguments, **named):
+            case FinishEpisode(_, episode, attempt, reward, later):
+                if self.fenced:
+                    raise FencedAttempt("a later attempt is made")
+                self.finished.append((episode, attempt, reward))
+                self.later.append(later)
+            case FailAttempt(_, episode, attempt, why):
+                self.failed.append((episode, attempt, why))
 
 
 def play(

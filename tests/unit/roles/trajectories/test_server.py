@@ -35,6 +35,7 @@ from rrl.roles.trajectories.types import (
     Done,
     FollowVersions,
     GetBatch,
+    GetCommitted,
     GetPart,
     Item,
     Leased,
@@ -46,9 +47,9 @@ from rrl.roles.trajectories.types import (
     PackedPart,
     PartBound,
     PostScores,
-    Request,
     Score,
     Segment,
+    StepRequest,
 )
 from rrl.roles.worker.main_thread import ProbeResponder
 from rrl.tests.support.roles.trajectories.crew import (
@@ -69,7 +70,13 @@ from rrl.tests.support.roles.trajectories.crew import (
     segment,
     train,
 )
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
+from rrl.tests.support.roles.trajectories.store_process import (
+    StoreProcess,
+    batch_of,
+    lease_scoring,
+    open_clients,
+    part_of,
+)
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
@@ -113,8 +120,8 @@ class Crew:
 
     async def reward(self, client: TrajectoryClient) -> None:
         while not self.done.is_set():
-            items = await client.lease_scoring(5, wait=0.2)
-            await client.post_scores([Score(item.trajectory, sum(item.tokens), 0.5) for item in items])
+            items = await lease_scoring(client, 5, 0.2)
+            await client.ask(PostScores, tuple(Score(item.trajectory, sum(item.tokens), 0.5) for item in items))
 
     async def train(self, client: TrajectoryClient) -> None:
         for number in range(1, self.steps + 1):
@@ -122,7 +129,7 @@ class Crew:
                 await self.take_parts(client, number)
             batch = None
             while batch is None:
-                batch = await client.batch(number, wait=0.5)
+                batch = await batch_of(client, number, 0.5)
             self.batches[number] = batch
             await client.commit(number, manifest(number), batch.digest)
             async with self.committed:
@@ -133,11 +140,11 @@ class Crew:
         groups: list[int] = []
         index, last = 0, False
         while not last:
-            part = await client.part(number, index, wait=0.5)
+            part = await part_of(client, number, index, 0.5)
             if part is not None:
                 groups += part.groups
                 index, last = index + 1, part.last
-        batch = await client.batch(number)
+        batch = await batch_of(client, number)
         assert batch is not None
         assert (batch.groups, batch.digest) == (tuple(groups), part.digest if part else "")
 
@@ -207,7 +214,7 @@ def test_only_lost_trajectories_of_an_append_are_left_out(process: StoreProcess)
             await mine.lease(1)
             await other.lease(1)
             assert await mine.append([segment(0), segment(1)], [0, 1]) == (1,)
-            assert [item.trajectory for item in await reward.lease_scoring(9)] == [0]
+            assert [item.trajectory for item in await lease_scoring(reward, 9)] == [0]
             assert await other.append([segment(1)], [1]) == ()
 
     asyncio.run(run())
@@ -225,16 +232,16 @@ def test_superseded_trainer_cannot_commit(process: StoreProcess) -> None:
         ):
             rolling = asyncio.create_task(crew.roll(rollout, 5))
             rewarding = asyncio.create_task(crew.reward(reward))
-            batch = await old.batch(1, wait=DEADLINE)
+            batch = await batch_of(old, 1, DEADLINE)
             assert batch is not None
-            assert await new.committed() == CommittedState(None, None)
+            assert await new.ask(GetCommitted) == CommittedState(None, None)
             with pytest.raises(Fenced):
                 await old.commit(1, manifest(1), batch.digest)
-            assert await new.batch(1) == batch
+            assert await batch_of(new, 1) == batch
             with pytest.raises(Refused, match="bound to"):
                 await new.commit(1, manifest(1), "0" * 64)
             await new.commit(1, manifest(1), batch.digest)
-            assert await new.committed() == CommittedState(1, manifest(1))
+            assert await new.ask(GetCommitted) == CommittedState(1, manifest(1))
             crew.done.set()
             await asyncio.gather(rolling, rewarding)
 
@@ -597,10 +604,10 @@ def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: p
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE):
-            listener = await Listener.open(keys, Request, epoch=1)
+            listener = await Listener.open(keys, StepRequest, epoch=1)
             client = TrajectoryClient(keys, TRAINER, lambda: listener.address)
             running = asyncio.create_task(client.run())
-            asked = asyncio.create_task(client.batch(1, wait=0.0))
+            asked = asyncio.create_task(batch_of(client, 1, 0.0))
             first = await listener.receive()
             for _ in range(2):
                 await listener.receive()
@@ -734,7 +741,7 @@ def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: 
 
 @pytest.mark.parametrize("request_of", [GetBatch(TRAINER, 2, DEADLINE), GetPart(TRAINER, 2, 0, DEADLINE)])
 def test_missing_newer_weights_are_warned_about_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: Request
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: StepRequest
 ) -> None:
     monkeypatch.setattr(server_module, "WEIGHTS_WARNING_AFTER_S", 0.0)
 

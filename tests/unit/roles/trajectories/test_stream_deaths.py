@@ -17,7 +17,7 @@ from rrl.roles.trajectories.client import Fenced, TrajectoryClient
 from rrl.roles.trajectories.dispatch.lengths import Answer
 from rrl.roles.trajectories.dispatch.token_times import Observed
 from rrl.roles.trajectories.durable.records import LengthsLearned, TimesObserved
-from rrl.roles.trajectories.types import Item, Score, Segment
+from rrl.roles.trajectories.types import Item, PostScores, Score, Segment
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     OTHER,
@@ -29,7 +29,13 @@ from rrl.tests.support.roles.trajectories.crew import (
     open_store,
     segment,
 )
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
+from rrl.tests.support.roles.trajectories.store_process import (
+    StoreProcess,
+    batch_of,
+    lease_scoring,
+    open_clients,
+    part_of,
+)
 
 DEADLINE_S = 120.0
 clients = partial(open_clients, DEADLINE_S)
@@ -111,12 +117,12 @@ async def _end_step(
         assert await client.append([segment(each, made[each], (1,)) for each in made], list(made)) == ()
     scored: set[int] = set()
     while len(scored) < 8:
-        items = await reward.lease_scoring(8)
-        await reward.post_scores([Score(item.trajectory, 1.0, 1.0) for item in items])
+        items = await lease_scoring(reward, 8)
+        await reward.ask(PostScores, tuple(Score(item.trajectory, 1.0, 1.0) for item in items))
         scored |= {item.trajectory for item in items}
     batch = None
     while batch is None:
-        batch = await trainer.batch(1)
+        batch = await batch_of(trainer, 1)
     await trainer.commit(1, manifest(1), batch.digest)
     assert {each.id: each.length for each in batch.trajectories} == {
         each: length + 1 for made in workers.values() for each, length in made.items()
@@ -236,29 +242,29 @@ def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
                 )
                 left = len(items)
                 while left:
-                    scored = await reward.lease_scoring(8)
-                    await reward.post_scores([Score(item.trajectory, 1.0, 1.0) for item in scored])
+                    scored = await lease_scoring(reward, 8)
+                    await reward.ask(PostScores, tuple(Score(item.trajectory, 1.0, 1.0) for item in scored))
                     left -= len(scored)
 
             due = await first.lease(2)  # a group that was begun with the weights of step 0
             await first.append([segment(each.trajectory, 0, (7, 8)) for each in due])
             await finish(await second.lease(4), 0)
-            batch = await trainer.batch(1)
+            batch = await batch_of(trainer, 1)
             assert batch is not None
             await trainer.commit(1, manifest(1), batch.digest)
             weights = 1
             await finish(await second.lease(2), 1)
-            part = await trainer.part(2, 0)
+            part = await part_of(trainer, 2, 0)
             assert part is not None
             assert not part.last
-            assert await trainer.part(2, 1, wait=0.0) is None, "the place of the due group was given to another group"
+            assert await part_of(trainer, 2, 1, 0.0) is None, "the place of the due group was given to another group"
             process.set_membership(ALL[1:])  # the rollout is dead, and no next incarnation has started
             taken = await _leased(second, 2, 2)
             assert {each.trajectory: each.so_far for each in taken} == {
                 each.trajectory: (segment(each.trajectory, 0, (7, 8)),) for each in due
             }
             await finish(taken, 1)
-            last = await trainer.part(2, 1)
+            last = await part_of(trainer, 2, 1)
             assert last is not None
             assert last.last
             assert {each.id for each in last.trajectories} == {each.trajectory for each in due}

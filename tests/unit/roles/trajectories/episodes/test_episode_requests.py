@@ -11,11 +11,26 @@ import pytest
 
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import Fenced, FencedAttempt, Refused, TrajectoryClient
-from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.roles.trajectories.episodes.requests import (
+    EndTurn,
+    EpisodeItem,
+    FailAttempt,
+    FinishEpisode,
+    Follow,
+    GetEpisode,
+    OpenEpisode,
+    PostReward,
+)
 from rrl.roles.trajectories.types import Sampling
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, open_agents_store
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, incarnation_of, manifest, segment
-from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
+from rrl.tests.support.roles.trajectories.store_process import (
+    StoreProcess,
+    batch_of,
+    lease_episodes,
+    open_clients,
+    open_turn,
+)
 
 DEADLINE_S = 60.0
 _clients = partial(open_clients, DEADLINE_S)
@@ -33,10 +48,10 @@ async def _ask(
     client: TrajectoryClient, item: EpisodeItem, request: str, parent: int | None, offset: int
 ) -> tuple[int, tuple[int, ...]]:
     """Open a turn and follow it to its end. Return its number and its tokens."""
-    turn = await client.open_turn(item.episode, item.attempt, request, parent, offset, (2, 3), 4, ("hash",))
+    turn = await open_turn(client, item.episode, item.attempt, request, parent, offset, (2, 3), 4, ("hash",))
     tokens: tuple[int, ...] = ()
     while True:
-        new = await client.follow(turn, len(tokens), wait=0.5)
+        new = await client.ask(Follow, turn, len(tokens), wait=0.5)
         if new is not None:
             tokens += new.tokens
             if new.finished:
@@ -63,7 +78,7 @@ class _Run:
         working: dict[asyncio.Task[None], int] = {}
         while not self.done.is_set():
             if len(working) < 4:
-                for item in await client.lease_episodes(4 - len(working), 0.2, sorted(working.values())):
+                for item in await lease_episodes(client, 4 - len(working), 0.2, tuple(sorted(working.values()))):
                     working[asyncio.create_task(self._attempt(client, item))] = item.episode
             else:
                 await asyncio.wait([*working, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +93,7 @@ class _Run:
         first, tokens = await _ask(client, item, "first", None, 0)
         answers.append(tokens)
         answers.append((await _ask(client, item, "second", first, 2 + len(tokens)))[1])
-        await client.finish_episode(item.episode, item.attempt, 1.0)
+        await client.ask(FinishEpisode, item.episode, item.attempt, 1.0)
 
     async def roll(self, client: TrajectoryClient) -> None:
         while not self.done.is_set():
@@ -94,7 +109,7 @@ class _Run:
 
     async def train(self, client: TrajectoryClient) -> None:
         for number in range(1, STEPS + 1):
-            while (batch := await client.batch(number, wait=0.5)) is None:
+            while (batch := await batch_of(client, number, 0.5)) is None:
                 pass
             for one in decode(batch).trajectories:
                 self.trained[one.id] = one.tokens
@@ -142,26 +157,27 @@ def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end
     async def main() -> None:
         process.start(CREW)
         async with _clients(process, AGENTS, OTHER_AGENTS) as (old, new):
-            (item,) = await old.lease_episodes(1)
+            (item,) = await lease_episodes(old, 1)
             with pytest.raises(Refused, match="max_new is 99") as refused:
-                await old.open_turn(item.episode, item.attempt, "x", None, 0, (2,), 99)
+                await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 99)
             assert not isinstance(refused.value, FencedAttempt)
-            turn = await old.open_turn(item.episode, item.attempt, "x", None, 0, (2,), 4)
-            waiting = asyncio.create_task(old.follow(turn, 0, wait=DEADLINE_S))
-            await old.fail_attempt(item.episode, item.attempt, "no sandbox")
+            turn = await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 4)
+            waiting = asyncio.create_task(old.ask(Follow, turn, 0, wait=DEADLINE_S))
+            await old.ask(FailAttempt, item.episode, item.attempt, "no sandbox")
             with pytest.raises(FencedAttempt, match="is over"):
                 await waiting
-            (again,) = await new.lease_episodes(1)
+            (again,) = await lease_episodes(new, 1)
             assert (again.episode, again.attempt) == (item.episode, 2)
             for call in (
-                old.open_turn(item.episode, 1, "y", None, 0, (2,), 4),
-                old.finish_episode(item.episode, 1, 1.0),
-                old.fail_attempt(item.episode, 1, "late"),
+                open_turn(old, item.episode, 1, "y", None, 0, (2,), 4),
+                old.ask(FinishEpisode, item.episode, 1, 1.0),
+                old.ask(FailAttempt, item.episode, 1, "late"),
             ):
                 with pytest.raises(FencedAttempt, match="was succeeded by attempt 2"):
                     await call
-            assert (await new.get_episode(item.episode)).attempt == 2
-            assert await new.follow(await new.open_turn(item.episode, 2, "x", None, 0, (2,), 4), 0, wait=0.0) is None
+            assert (await new.ask(GetEpisode, item.episode)).attempt == 2
+            turn = await open_turn(new, item.episode, 2, "x", None, 0, (2,), 4)
+            assert await new.ask(Follow, turn, 0, wait=0.0) is None
             process.set_membership([*(each for each in CREW if each != OTHER_AGENTS), incarnation_of("agents/1", 2)])
 
     asyncio.run(main())
@@ -173,26 +189,26 @@ def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death(proce
     async def main() -> None:
         process.start(CREW)
         async with _clients(process, AGENTS, successor, ROLLOUT) as (old, new, rollout):
-            (item,) = await old.lease_episodes(1)
+            (item,) = await lease_episodes(old, 1)
             asked = (item.episode, 1, "x", None, 0, (2, 3), 4, ("hash",), "{}")
-            turn = await old.open_turn(*asked)
+            turn = await open_turn(old, *asked)
             await rollout.lease(1)
             await rollout.append([segment(turn, 0, (5, 6))])
-            waiting = asyncio.create_task(old.follow(turn, 2, wait=DEADLINE_S))
+            waiting = asyncio.create_task(old.ask(Follow, turn, 2, wait=DEADLINE_S))
             process.set_membership([*(each for each in CREW if each != AGENTS), successor])
             with pytest.raises(Fenced):
                 await waiting
             await rollout.append([segment(turn, 2, (7,))])
-            (again,) = await new.lease_episodes(1)
-            shown = await new.get_episode(item.episode)
+            (again,) = await lease_episodes(new, 1)
+            shown = await new.ask(GetEpisode, item.episode)
             assert [each.sampled for each in shown.recorded] == [(5, 6, 7)]
-            assert await new.open_turn(item.episode, again.attempt, *asked[2:]) == turn
-            await new.end_turn(turn, 2)
-            read = await new.follow(turn, 0)
+            assert await open_turn(new, item.episode, again.attempt, *asked[2:]) == turn
+            await new.ask(EndTurn, turn, 2)
+            read = await new.ask(Follow, turn, 0)
             assert read is not None
             assert (read.tokens, read.finished) == ((5, 6), True)
             assert await rollout.append([segment(turn, 3, (8,))]) == (turn,)
-            assert (await new.get_episode(item.episode, holding=[turn])).turns == ()
+            assert (await new.ask(GetEpisode, item.episode, holding=(turn,))).turns == ()
 
     asyncio.run(main())
 
@@ -201,20 +217,21 @@ def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(pro
     async def main() -> None:
         process.start(CREW)
         async with _clients(process, AGENTS, OTHER_AGENTS, ROLLOUT) as (one, other, rollout):
-            item = await one.open_episode("my request")
-            assert item is not None
-            assert await other.open_episode("my request") == item
-            turn = await one.open_turn(item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
-            trained = await one.open_turn(item.episode, 1, "y", None, 0, (2, 3), 4)
+            opened = await one.ask(OpenEpisode, "my request")
+            assert opened is not None
+            assert await other.ask(OpenEpisode, "my request") == opened
+            (item,) = opened.items
+            turn = await open_turn(one, item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
+            trained = await open_turn(one, item.episode, 1, "y", None, 0, (2, 3), 4)
             assert {work.trajectory: work.sampling for work in await rollout.lease(2)} == {
                 turn: Sampling(seed=1),
                 trained: None,
             }
             await rollout.append([segment(trained)], [trained])
-            await one.finish_episode(item.episode, 1, None, later=True)
-            await other.post_reward(item.episode, 1, 0.5)
+            await one.ask(FinishEpisode, item.episode, 1, None, later=True)
+            await other.ask(PostReward, item.episode, 1, 0.5)
             with pytest.raises(Refused, match="and cannot change"):
-                await one.post_reward(item.episode, 1, 1.0)
+                await one.ask(PostReward, item.episode, 1, 1.0)
 
     asyncio.run(main())
 
@@ -225,14 +242,14 @@ def test_group_whose_reward_is_overdue_is_dropped_without_a_further_request(tmp_
     async def main() -> None:
         process.start(CREW)
         async with _clients(process, AGENTS, ROLLOUT) as (agents, rollout):
-            item, sibling = await agents.lease_episodes(2)
-            turn = await agents.open_turn(item.episode, 1, "x", None, 0, (2, 3), 4)
-            open_turn = await agents.open_turn(sibling.episode, 1, "x", None, 0, (2, 3), 4)
+            item, sibling = await lease_episodes(agents, 2)
+            turn = await open_turn(agents, item.episode, 1, "x", None, 0, (2, 3), 4)
+            unended = await open_turn(agents, sibling.episode, 1, "x", None, 0, (2, 3), 4)
             await rollout.lease(2)
             await rollout.append([segment(turn)], [turn])
-            await agents.finish_episode(item.episode, 1, None, later=True)
+            await agents.ask(FinishEpisode, item.episode, 1, None, later=True)
             with pytest.raises(FencedAttempt, match="is not stored"):
-                await agents.follow(open_turn, 0, wait=DEADLINE_S)
+                await agents.ask(Follow, unended, 0, wait=DEADLINE_S)
 
     try:
         asyncio.run(main())
