@@ -11,7 +11,6 @@ import re
 
 from ....cluster.base import NodeState
 from ....cluster.traits import traits_of
-from ....core.types import NodeName
 from ...model.actions import Decision, Drain, Exclude, ExternalAction, Readmit, Shrink, Undrain, Why
 from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN
