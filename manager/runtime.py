@@ -393,7 +393,7 @@ class Manager:
 
         If an allocation cannot be released, the agents end the steps in it.
         """
-        for tag in reversed(self.state.allocations):  # the first component last, since the others end with it
+        for tag in reversed(list(self.state.allocations)):  # the first component last, since the others end with it
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:

@@ -15,6 +15,7 @@ from ...core.run_dir import RunDir
 from ...core.types import Outcome
 from ...manager.model.figures.stream_figures import EpisodeFigures
 from ...manager.model.state import State
+from ...manager.model.table import as_dict
 from ...manager.reporting.summary import EpisodeCounts, StreamSummary, episode_counts, stream_summary
 from ...manager.storage.model_folders import ModelFolders, model_folders
 from ..views.pace import Pace, pace_of
@@ -90,6 +91,6 @@ def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure
         untrained_turns=episodes.untrained_turns,
         token_drift=episodes.token_drift,
     )
-    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state, enc_hook=as_dict))
     shown: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)
     return decoded | shown

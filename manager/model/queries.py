@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...cluster.traits import traits_of
 from ...core.run_spec import RunSpec
@@ -17,7 +17,6 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     gang_of,
-    is_support,
     member_id,
     role_of,
     standby_role_of,
@@ -27,24 +26,26 @@ from .actions import Request
 from .state import Replica, State, Status
 
 
-def workers(state: State) -> list[Replica]:
+def workers(state: State) -> Sequence[Replica]:
     """Return the members of the job's roles, without agents and standby processes."""
-    return [replica for replica in state.replicas.values() if not is_support(replica.id)]
+    return state.workers
+
+
+def gangs(state: State) -> Sequence[list[Replica]]:
+    """Return for each gang the list of its members in order of rank; the gangs are in the order of the job spec."""
+    return state.gangs
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
     """Return all members of a member's gang in order of rank; a gang of one rank has only this member."""
+    return list(members(state, member))
+
+
+def members(state: State, member: ReplicaId) -> Iterator[Replica]:
+    """Yield the members of :func:`gang`, for a caller that may not need all of them."""
     gang_id = gang_of(member)
     ranks = state.job.role(role_of(gang_id)).ranks
-    return [state.replica(member_id(gang_id, rank)) for rank in range(ranks)]
-
-
-def gangs(state: State) -> list[list[Replica]]:
-    """Return for each gang the list of its members in order of rank; the gangs are in the order of the job spec."""
-    members_by_gang: dict[ReplicaId, list[Replica]] = {}
-    for member in workers(state):
-        members_by_gang.setdefault(gang_of(member.id), []).append(member)
-    return list(members_by_gang.values())
+    return (state.replica(member_id(gang_id, rank)) for rank in range(ranks))
 
 
 def to_launch(members: list[Replica]) -> list[Replica]:
@@ -69,8 +70,7 @@ def all_joined(members: list[Replica]) -> bool:
 
 def has_worked(state: State, role: str) -> bool:
     """Return whether a replica of the role has completed, or has done a unit of work since the run began or resumed."""
-    replicas = [replica for replica in workers(state) if replica.role == role]
-    return any(replica.ever_worked or replica.status is Status.COMPLETED for replica in replicas)
+    return role in state.worked
 
 
 def failed_first_starts(state: State, replica: Replica) -> int:
@@ -146,7 +146,7 @@ def open_requests(state: State) -> dict[str, str]:
 
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
     """Return the most severe FAIL finding about an incarnation (:func:`most_severe`); None if there is none."""
-    return most_severe(finding for finding in state.findings.values() if finding.incarnation == incarnation)
+    return most_severe(state.findings_about.get(incarnation, ()))
 
 
 def reached_step(state: State) -> int:
@@ -181,7 +181,7 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
     """Return the most severe FAIL finding about a node (:func:`most_severe`); None if there is none."""
-    return most_severe(finding for finding in state.findings.values() if finding.node == node)
+    return most_severe(state.findings_about.get(node, ()))
 
 
 def most_severe(findings: Iterable[Finding]) -> Finding | None:
@@ -213,10 +213,10 @@ def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnati
     """
     if role_of(incarnation.replica) != STANDBY_ROLE or state.is_current(incarnation):
         return incarnation
-    if (owner := owner_of(state, tag)) is not None:
-        return owner.incarnation
-    orphan = state.orphan_steps.get(tag)
-    return incarnation if orphan is None else orphan.incarnation
+    if (orphan := state.orphan_steps.get(tag)) is not None:
+        return orphan.incarnation
+    owner = owner_of(state, tag)
+    return incarnation if owner is None else owner.incarnation
 
 
 def step_alias(state: State, incarnation: Incarnation) -> Incarnation:

@@ -12,6 +12,7 @@ from .figures import training_time
 from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
 from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
 from .state import Allocation, Node, Replica, State, Status
+from .table import put
 
 REQUEUE = "requeue"
 """Value of ``recovery.policy`` with which a restart of the whole run releases its nodes and requests new ones."""
@@ -28,7 +29,7 @@ def on_command(state: State, at: float, event: ev.CommandReceived) -> State:
         return on_node_command(state, at, event)
     target = ReplicaId(event.target)
     if event.command == "restart" and target in state.replicas and state.finish is None:
-        return replace(state, requested_restarts={**state.requested_restarts, gang_of(target): event.by})
+        return replace(state, requested_restarts=put(state.requested_restarts, gang_of(target), event.by))
     return state
 
 
@@ -160,7 +161,7 @@ def _release_allocations(state: State) -> State:
         if allocation.running:
             orphan = replace(allocation, orphan=True)
             nodes = without_departed(state.nodes, tag, ())
-            state = replace(state, allocations={**state.allocations, tag: orphan}, nodes=nodes)
+            state = replace(state, allocations=put(state.allocations, tag, orphan), nodes=nodes)
     for replica in state.replicas.values():
         if replica.status is Status.WANTED:
             state = with_replica(state, replica.id, preferred_node=None)

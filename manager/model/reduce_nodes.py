@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -10,8 +11,9 @@ from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from ...core.types import NodeName, Resources, Verdict, is_support
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
-from .reduce_replicas import RETRY_PAUSE_S, with_replica, without
+from .reduce_replicas import RETRY_PAUSE_S, with_replica
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
+from .table import put, without
 
 CANCELLATION_WINDOW_S = 3600.0
 """Seconds within which a second cancellation of all allocations of a run counts as a cancellation of the run itself."""
@@ -101,7 +103,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
         return (
             state
             if over
-            else replace(state, allocations={**state.allocations, event.tag: _orphan_allocation(state, at, event)})
+            else replace(state, allocations=put(state.allocations, event.tag, _orphan_allocation(state, at, event)))
         )
     if event.status is None or over:
         state = _note_reclaimed(
@@ -141,7 +143,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     ending = (at if allocation.ending_since is None else allocation.ending_since) if allocation.ending else None
     allocation = replace(allocation, running_since=since, ending_since=ending)
     if allocation.orphan:
-        return replace(state, allocations={**state.allocations, event.tag: allocation})
+        return replace(state, allocations=put(state.allocations, event.tag, allocation))
     nodes = without_departed(state.nodes, event.tag, event.status.nodes)
     state = _reset_helpers(state, at, {name for name in event.status.nodes if not _belongs_to(nodes, name, event.tag)})
     for name in event.status.nodes:
@@ -157,7 +159,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     }
     return replace(
         state,
-        allocations={**state.allocations, event.tag: allocation},
+        allocations=put(state.allocations, event.tag, allocation),
         nodes=nodes,
         running_since=began,
         orphan_steps=orphan_steps,
@@ -245,7 +247,7 @@ def _launches_into(action: ExternalAction, allocation: str) -> bool:
     return isinstance(action, Launch) and action.allocation == allocation
 
 
-def without_departed(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
+def without_departed(nodes: Mapping[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
     """Return ``nodes`` without the nodes of allocation ``tag`` that are no longer ``present`` in it.
 
     An excluded node is kept, without an allocation, so that the next request does not bring it back.
@@ -276,7 +278,7 @@ def _with_allocation(state: State, tag: str, **changes: Any) -> State:
     allocation = state.allocations.get(tag)
     if allocation is None:
         return state
-    return replace(state, allocations={**state.allocations, tag: replace(allocation, **changes)})
+    return replace(state, allocations=put(state.allocations, tag, replace(allocation, **changes)))
 
 
 def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State:
@@ -289,7 +291,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
     if event.command == UNDRAIN:
         if node.excluded is None and not node.drain_reason:
             return _with_node(_without_command(state, name), name, drain_requested_at=0.0) if command else state
-        return replace(state, node_commands={**state.node_commands, name: (UNDRAIN, by)})
+        return replace(state, node_commands=put(state.node_commands, name, (UNDRAIN, by)))
     if node.excluded is not None:  # no replica is on it: drain it now, or try the drain again
         return _with_node(
             _without_command(state, name), name, drain_requested_by=by, drain_requested_at=at, drain_error=""
@@ -297,7 +299,7 @@ def on_node_command(state: State, at: float, event: ev.CommandReceived) -> State
     if not node.allocation or command is not None:
         return state
     return _with_node(
-        replace(state, node_commands={**state.node_commands, name: (DRAIN, by)}), name, drain_requested_at=at
+        replace(state, node_commands=put(state.node_commands, name, (DRAIN, by))), name, drain_requested_at=at
     )
 
 
@@ -308,7 +310,7 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
     occupied = any(
-        replica.is_current and replica.node == node.name and not is_support(replica.id)
+        replica.node == node.name and replica.is_current and not is_support(replica.id)
         for replica in state.replicas.values()
     )
     node = replace(
@@ -323,7 +325,7 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
         drain_error="",
         release_result=None,
     )
-    return replace(_without_command(state, node.name), nodes={**state.nodes, node.name: node})
+    return replace(_without_command(state, node.name), nodes=put(state.nodes, node.name, node))
 
 
 def on_readmit(state: State, at: float, action: Readmit) -> State:
@@ -378,4 +380,4 @@ def _with_node(state: State, name: NodeName, **changes: Any) -> State:
     node = state.nodes.get(name)
     if node is None:
         return state
-    return replace(state, nodes={**state.nodes, name: replace(node, **changes)})
+    return replace(state, nodes=put(state.nodes, name, replace(node, **changes)))

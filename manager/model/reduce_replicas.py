@@ -14,8 +14,9 @@ from .actions import Fence, Launch, Rung, StopStep
 from .figures import idle_times, stream_figures
 from .figures.reward_curve import add_step
 from .figures.token_ages import with_step
-from .queries import finding_about, gang, is_batch_role, owner_of, reached_step, returned_early, starts_ended_by
+from .queries import current_owner, is_batch_role, members, most_severe, reached_step, returned_early, starts_ended_by
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
+from .table import put, without
 
 RETRY_PAUSE_S = 10.0
 """Seconds before a refused release or stop is requested again, and before the next launch into an allocation that the
@@ -127,7 +128,7 @@ def on_stop_intended(state: State, at: float, action: StopStep) -> State:
         orphan = OrphanStep(action.incarnation, replica.node or NodeName(""), replica.allocation or "", at)
         state = with_replica(state, action.incarnation.replica, status=Status.RETIRED, since=at)
     stopping_orphan = replace(orphan, stop_requested=True)
-    return replace(state, orphan_steps={**state.orphan_steps, action.step: stopping_orphan})
+    return replace(state, orphan_steps=put(state.orphan_steps, action.step, stopping_orphan))
 
 
 def on_stop_done(state: State, action: StopStep) -> State:
@@ -141,7 +142,7 @@ def on_stop_rejected(state: State, at: float, action: StopStep) -> State:
     if (orphan := state.orphan_steps.get(action.step)) is None:
         return state
     retryable = replace(orphan, stop_requested=False, not_before=at + RETRY_PAUSE_S)
-    return replace(state, orphan_steps={**state.orphan_steps, action.step: retryable})
+    return replace(state, orphan_steps=put(state.orphan_steps, action.step, retryable))
 
 
 # ── failures and fences ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +207,8 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
             state = with_replica(state, replica.id, uncharged_restart=restart)
         state = with_replica(state, replica.id, status=status, since=at, preferred_node=prefer, not_before=at)
         return _drop_findings(state, fence.incarnation)
-    finding, not_started = finding_about(state, fence.incarnation), None
+    about = (finding for finding in state.findings.values() if finding.incarnation == fence.incarnation)
+    finding, not_started = most_severe(about), None  # an index of all findings would serve for this state only
     state = _count_exception(state, replica.id, None if finding is None else finding.exception)
     state = _count_clean_exit(state, at, replica.id, finding)
     if finding is not None:
@@ -222,7 +224,7 @@ def _follows_gang(state: State, replica: Replica) -> bool:
     """Return whether another member of the gang's newest incarnation failed or was stopped before this replica."""
     return not is_support(replica.id) and any(
         member.incarnation_number == replica.incarnation_number and not member.is_current
-        for member in gang(state, replica.id)
+        for member in members(state, replica.id)
     )
 
 
@@ -254,10 +256,11 @@ def _reset_for_restart(replica: Replica, at: float, to: NodeName | None) -> dict
 def _add_orphan(state: State, at: float, id: ReplicaId) -> State:
     """Record the step of the replica as an orphan that may still run, unless its allocation is gone."""
     replica = state.replica(id)
-    if not replica.step or not replica.node or replica.allocation not in state.allocations:
+    allocation = replica.allocation or ""
+    if not replica.step or not replica.node or allocation not in state.allocations:
         return state
-    orphan = OrphanStep(replica.incarnation, replica.node, replica.allocation, at)
-    return replace(state, orphan_steps={**state.orphan_steps, replica.step: orphan})
+    orphan = OrphanStep(replica.incarnation, replica.node, allocation, at)
+    return replace(state, orphan_steps=put(state.orphan_steps, replica.step, orphan))
 
 
 def _count_failed_start(state: State, id: ReplicaId) -> State:
@@ -328,7 +331,7 @@ def on_agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
     node = state.nodes.get(event.node)
     if node is not None and (node.probe_error, node.snapshot_address) != (event.probe_error, event.snapshot_address):
         node = replace(node, probe_error=event.probe_error, snapshot_address=event.snapshot_address)
-        state = replace(state, nodes={**state.nodes, node.name: node})
+        state = replace(state, nodes=put(state.nodes, node.name, node))
     return with_replica(
         state,
         event.incarnation.replica,
@@ -367,9 +370,7 @@ def on_step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     After a promotion the step belongs to the promoted member, even if the event names the standby process. A replica of
     a batch role has completed if its command exited with code 0.
     """
-    incarnation = event.incarnation
-    if not state.is_current(incarnation) and (owner := owner_of(state, event.step)) is not None:
-        incarnation = owner.incarnation
+    incarnation = current_owner(state, event.incarnation, event.step)
     state = settle_launch(state, event.step)
     state = replace(state, orphan_steps=without(state.orphan_steps, event.step))
     if not state.is_current(incarnation):
@@ -441,9 +442,4 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
 def with_replica(state: State, id: ReplicaId, **changes: Any) -> State:
     """Return the state with changed fields of one replica."""
     replica = replace(state.replica(id), **changes)
-    return replace(state, replicas={**state.replicas, id: replica})
-
-
-def without(mapping: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
-    """Return a copy of the mapping without these keys."""
-    return {key: value for key, value in mapping.items() if key not in keys}
+    return replace(state, replicas=put(state.replicas, id, replica))

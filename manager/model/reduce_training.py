@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from ...core.phases import phase
 from ...core.types import Incarnation, ReplicaId, is_support, role_of
 from . import events as ev
-from .actions import Fence, RestartAll
+from .actions import Fence, Finish, RestartAll
 from .figures.training_time import effective_share, with_commit, with_work
-from .queries import first_symptom_at
+from .queries import current_owner, first_symptom_at
 from .state import Replica, State, Status
 
 
@@ -22,8 +22,16 @@ def on_work_changed(before: State, state: State, at: float, event: ev.Event) -> 
             return _after_report(before, state, at, event.incarnation.replica)
         case ev.StepCommitted():
             return _after_commit(before, state, at, event)
-        case ev.StepEnded() | ev.Decided() | ev.Resumed():
-            return _after_recount(before, state, at, event)
+        case ev.StepEnded():
+            return _after_report(before, state, at, current_owner(before, event.incarnation, event.step).replica)
+        case ev.Decided(Fence() as fence):
+            since = _symptom_at(before, fence.incarnation, at) if fence.charged else at
+            return _after_report(before, state, since, fence.incarnation.replica)
+        case ev.Decided(RestartAll() as restart):
+            charged = (fence.incarnation for fence in restart.fences if fence.charged)
+            return _recounted(state, min((_symptom_at(before, failed, at) for failed in charged), default=at))
+        case ev.Decided(Finish()) | ev.Resumed():
+            return _recounted(state, at)
     return state
 
 
@@ -34,7 +42,7 @@ def works(state: State, replica: Replica) -> bool:
 
 
 def _after_report(before: State, state: State, at: float, id: ReplicaId) -> State:
-    """Update the number of working members of a role, if this replica has begun or stopped working.
+    """Update the number of working members of a role, if this replica has begun or stopped working by ``at``.
 
     The other replicas are not counted again, because a run has many events of this kind.
     """
@@ -51,16 +59,14 @@ def _after_commit(before: State, state: State, at: float, event: ev.StepCommitte
     return state if before.step else _with_work(state, state.training_time.at_work, at)
 
 
-def _after_recount(before: State, state: State, at: float, event: ev.StepEnded | ev.Decided | ev.Resumed) -> State:
-    """Count all replicas that work. A failed replica counts as down from the first symptom of its failure."""
+def _recounted(state: State, since: float) -> State:
+    """Count all replicas that work since that time."""
     at_work = Counter(replica.role for replica in state.replicas.values() if works(state, replica))
-    action = event.action if isinstance(event, ev.Decided) else None
-    fences = action.fences if isinstance(action, RestartAll) else (action,) if isinstance(action, Fence) else ()
-    symptoms = (_symptom_at(before, fence.incarnation, at) for fence in fences if fence.charged)
-    return _with_work(state, dict(at_work), min(symptoms, default=at))
+    return _with_work(state, dict(at_work), since)
 
 
 def _symptom_at(state: State, incarnation: Incarnation, at: float) -> float:
+    """Return the time from which a failed replica counts as down: its first symptom."""
     symptom_at = first_symptom_at(state.findings.values(), incarnation, state.replica(incarnation.replica).node)
     return at if symptom_at is None else symptom_at
 

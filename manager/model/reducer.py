@@ -57,10 +57,10 @@ from .reduce_replicas import (
     on_stop_rejected,
     on_version_available,
     with_replica,
-    without,
 )
 from .reduce_training import on_work_changed
 from .state import MAX_EVALUATIONS, Evaluation, PendingIntent, Replica, State
+from .table import put, without
 
 _Reducer = Callable[[State, float, Any], State]
 
@@ -109,7 +109,7 @@ def _on_manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> St
 
 def _on_intended(state: State, at: float, event: ev.Intended) -> State:
     action = event.action
-    state = replace(state, intents={**state.intents, action.tag: PendingIntent(action, at)})
+    state = replace(state, intents=put(state.intents, action.tag, PendingIntent(action, at)))
     if isinstance(action, Request):
         return on_request_intended(state, at, action.request)
     if isinstance(action, Release):
@@ -175,7 +175,7 @@ def _on_finding_changed(state: State, at: float, event: ev.FindingChanged) -> St
         return replace(state, findings=without(state.findings, finding.key))
     if finding.incarnation is not None and not state.is_current(finding.incarnation):
         return state
-    return replace(state, findings={**state.findings, finding.key: finding})
+    return replace(state, findings=put(state.findings, finding.key, finding))
 
 
 def _on_fault_intended(state: State, action: InjectFault) -> State:

@@ -7,7 +7,9 @@ finding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import cached_property
 
 from msgspec import Struct
 
@@ -25,6 +27,8 @@ from ...core.types import (
     RaisedException,
     ReplicaId,
     Version,
+    gang_of,
+    is_support,
     role_of,
 )
 from ...health.detection.baselines import RoleBaseline
@@ -55,6 +59,9 @@ class Status(StrEnum):
     run is ending."""
     COMPLETED = "completed"
     """The replica has finished its work and is never started again."""
+
+
+_CURRENT = frozenset({Status.LAUNCHING, Status.STARTING, Status.JOINED})
 
 
 class FailedIncarnation(Struct, frozen=True):
@@ -175,7 +182,7 @@ class Replica(Struct, frozen=True):
     @property
     def is_current(self) -> bool:
         """Return whether messages, commits and versions of the newest incarnation are accepted."""
-        return self.status in (Status.LAUNCHING, Status.STARTING, Status.JOINED)
+        return self.status in _CURRENT
 
     def recent_failures(self, window: float, now: float) -> list[FailedIncarnation]:
         """Return the failures of the last ``window`` seconds."""
@@ -343,7 +350,7 @@ class Evaluation(Struct, frozen=True):
     metrics: dict[str, float]
 
 
-class State(Struct, frozen=True):
+class State(Struct, frozen=True, dict=True):
     """Everything that is recorded about a run: the fold of its journal."""
 
     run: str
@@ -387,19 +394,19 @@ class State(Struct, frozen=True):
     """Use of the GPUs by node: the newest record, which has only nodes that reported since the record before it."""
     gpu_use_at: float = 0.0
     """Manager's time (s) of the record in ``gpu_use``."""
-    replicas: dict[ReplicaId, Replica] = {}
-    nodes: dict[NodeName, Node] = {}
-    allocations: dict[str, Allocation] = {}
+    replicas: Mapping[ReplicaId, Replica] = {}
+    nodes: Mapping[NodeName, Node] = {}
+    allocations: Mapping[str, Allocation] = {}
     cluster_unknown: str = ""
     """Why the cluster's present state is unknown; empty if it is known."""
     cluster_unknown_since: float = 0.0
     """Manager's time (s) since which it is unknown."""
-    findings: dict[str, Finding] = {}
+    findings: Mapping[str, Finding] = {}
     """Standing WARN and FAIL findings, by ``Finding.key``. Findings about an incarnation are kept only while it is
     current."""
     baselines: dict[str, RoleBaseline] = {}
     """Learned baselines, by role."""
-    intents: dict[str, PendingIntent] = {}
+    intents: Mapping[str, PendingIntent] = {}
     """Intents without a result yet, by the action's tag."""
     rejected_requests: tuple[RejectedRequest, ...] = ()
     """Requests within the recovery window that were not granted, newest last."""
@@ -408,7 +415,7 @@ class State(Struct, frozen=True):
     there is current."""
     external_cancellations: tuple[float, ...] = ()
     """Manager's times (s) at which somebody other than this run cancelled its last remaining allocation."""
-    orphan_steps: dict[str, OrphanStep] = {}
+    orphan_steps: Mapping[str, OrphanStep] = {}
     """Orphan steps, by tag."""
     triggered_faults: tuple[str, ...] = ()
     """Ids of the faults that were injected or rejected."""
@@ -420,9 +427,9 @@ class State(Struct, frozen=True):
     """User who cancelled the run; empty if no user has cancelled it."""
     keep_allocations: bool = False
     """True if the user who cancelled the run wants to keep the allocations."""
-    requested_restarts: dict[ReplicaId, str] = {}
+    requested_restarts: Mapping[ReplicaId, str] = {}
     """User who requested the restart of a replica, by replica; kept until the restart begins."""
-    node_commands: dict[NodeName, tuple[str, str]] = {}
+    node_commands: Mapping[NodeName, tuple[str, str]] = {}
     """Pending ``drain`` or ``undrain`` of a node and the user who requested it, by node."""
     full_restarts: tuple[float, ...] = ()
     """Manager's times (s), within the recovery window, of the restarts of the whole run."""
@@ -432,6 +439,41 @@ class State(Struct, frozen=True):
     outcome: Outcome | None = None
     """Outcome of the run, set by its last record."""
     why: str = ""
+
+    # ── computed once for each state that is asked ───────────────────────────────────────────────────────────────────
+    @cached_property
+    def workers(self) -> tuple[Replica, ...]:
+        """Return the result of :func:`rrl.manager.model.queries.workers`."""
+        return tuple(replica for replica in self.replicas.values() if not is_support(replica.id))
+
+    @cached_property
+    def gangs(self) -> tuple[list[Replica], ...]:
+        """Return the result of :func:`rrl.manager.model.queries.gangs`."""
+        members_by_gang: dict[ReplicaId, list[Replica]] = {}
+        for member in self.workers:
+            members_by_gang.setdefault(gang_of(member.id), []).append(member)
+        return tuple(members_by_gang.values())
+
+    @cached_property
+    def occupied(self) -> frozenset[NodeName]:
+        """Return the nodes on which a current incarnation of a role is."""
+        return frozenset(member.node for member in self.workers if member.is_current and member.node is not None)
+
+    @cached_property
+    def worked(self) -> frozenset[str]:
+        """Return the roles of which a replica has completed, or has worked since the run began or was last resumed."""
+        did = (member for member in self.workers if member.ever_worked or member.status is Status.COMPLETED)
+        return frozenset(member.role for member in did)
+
+    @cached_property
+    def findings_about(self) -> dict[Incarnation | NodeName, list[Finding]]:
+        """Return the standing findings about each incarnation and each node."""
+        findings: dict[Incarnation | NodeName, list[Finding]] = {}
+        for finding in self.findings.values():
+            for subject in (finding.incarnation, finding.node):
+                if subject is not None:
+                    findings.setdefault(subject, []).append(finding)
+        return findings
 
     @property
     def evaluated(self) -> int:

@@ -84,7 +84,7 @@ def _snapshot_servers(state: State) -> dict[NodeName, str]:
         for replica in state.replicas.values()
         if is_trainer(replica.id) or (replica.is_current and _is_trainer_standby(state, replica))
     }
-    candidates = (state.nodes[node] for node in nodes if node in state.nodes)
+    candidates = (state.nodes[node] for node in nodes if node is not None and node in state.nodes)
     return {
         node.name: node.snapshot_address
         for node in sorted(candidates, key=lambda node: node.name)

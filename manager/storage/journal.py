@@ -28,6 +28,7 @@ from ...core.text import escaped
 from ..model.events import Stamped
 from ..model.reducer import fold
 from ..model.state import State
+from ..model.table import as_dict
 
 _log = logging.getLogger("rrl.manager")
 
@@ -73,7 +74,7 @@ class _Schema(Struct, frozen=True):
     schema: int
 
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=as_dict).encode
 _decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode

@@ -198,7 +198,7 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
     lost = len(_lost_spares(state, node_group))
     if not rotates and not lost:
         return 0
-    occupied = inventory.occupancy().keys() | {
+    occupied = inventory.occupied.keys() | {
         candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())
     }
     free = sum(
@@ -241,11 +241,11 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
     return [
         replica
         for members in gangs(state)
-        for replica in members
-        if replica.role in node_group.roles
+        if members[0].role in node_group.roles
         and any(member.status is Status.RETIRED for member in members)
-        and replica.id not in assigned.retries
         and not any(member.recent_failures(window, now) for member in members)
+        for replica in members
+        if replica.id not in assigned.retries
     ]
 
 

@@ -11,7 +11,6 @@ import re
 
 from ....cluster.base import NodeState
 from ....cluster.traits import traits_of
-from ....core.types import NodeName
 from ...model.actions import Decision, Drain, Exclude, ExternalAction, Readmit, Shrink, Undrain, Why
 from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN
@@ -47,7 +46,7 @@ def lifecycle_decisions(state: State, now: float) -> tuple[list[Decision], float
             decisions.append(Readmit(name, why))
         elif command == DRAIN and node.excluded is None:
             deadline = node.drain_requested_at + state.job.limits.allocation
-            if now >= deadline or not _is_occupied(state, name):
+            if now >= deadline or name not in state.occupied:
                 why = Why((f"drain requested by {by}",), expects="no further placement on this node")
                 decisions.append(Exclude(name, why, by=by))
             else:
@@ -74,7 +73,7 @@ def _may_be_readmitted(state: State, node: Node) -> bool:
         not proved
         and _is_healthy(node)
         and not agent_never_started(state, node.name)
-        and not _is_occupied(state, node.name)
+        and node.name not in state.occupied
     )
 
 
@@ -88,11 +87,6 @@ def _is_healthy(node: Node) -> bool:
         return not (node.allocation or node.proved or node.drain_reason)
     is_our_drain = bool(node.drain_reason) and node.status.reason == node.drain_reason
     return node.status.state is NodeState.UP or (is_our_drain and node.status.state is NodeState.DRAINING)
-
-
-def _is_occupied(state: State, name: NodeName) -> bool:
-    """Return whether a current incarnation of a role is on the node."""
-    return any(replica.is_current and replica.node == name for replica in workers(state))
 
 
 def drain_actions(state: State) -> list[ExternalAction]:
@@ -155,7 +149,7 @@ def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
     """Return whether the excluded node can be released from its allocation now."""
     if node.excluded is None or node.release_result is not None:
         return False
-    if _is_occupied(state, node.name) or node.name in state.node_commands:
+    if node.name in state.occupied or node.name in state.node_commands:
         return False
     if should_drain(state, node) or f"{node.name}!drain" in state.intents:
         return False

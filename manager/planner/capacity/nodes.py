@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 
 from msgspec import Struct
 
@@ -166,11 +167,16 @@ class NodeInventory:
         return node not in self._ending_replicas or known is None or known.excluded is not None
 
     def occupancy(self) -> Occupancy:
-        """Return the replicas that occupy each node.
+        """Return a copy of the replicas that occupy each node, to which the caller may add members.
 
         A replica that restarts in place or moves occupies its preferred node. If more members of a gang prefer a node
         than may share it, the members with the lowest ranks occupy it.
         """
+        return {node: list(occupants) for node, occupants in self.occupied.items()}
+
+    @cached_property
+    def occupied(self) -> Occupancy:
+        """Return the result of :meth:`occupancy` itself, which nobody changes."""
         occupancy: Occupancy = {}
         retired_gangs = {gang_of(replica.id) for replica in workers(self._state) if replica.status is Status.RETIRED}
         for replica in workers(self._state):
@@ -209,7 +215,7 @@ class NodeInventory:
             candidate.node != replica.node
             and candidate.node not in failed_nodes
             and self._fits(replica, candidate.node, occupancy)
-            for candidate in self._candidates[self._group_of_role[replica.role].name]
+            for candidate in self._preferred_nodes(replica, self._state.job.role(replica.role), occupancy)
         )
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
@@ -231,15 +237,8 @@ class NodeInventory:
         if role.warm and (with_standby := self.spare_with_standby(replica, occupancy)) is not None:
             return with_standby
         failed_nodes = self._nodes_that_failed(replica)
-        gang_id, alone = gang_of(replica.id), role.exclusive
         fallback: CandidateNode | None = None
         for candidate in self._preferred_nodes(replica, role, occupancy):
-            if (
-                alone
-                and candidate.node in occupancy
-                and (role.ranks == 1 or gang_of(occupancy[candidate.node][0].id) != gang_id)
-            ):
-                continue  # a fast check before _fits, for thousands of replicas and nodes
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
                     return candidate
@@ -265,18 +264,45 @@ class NodeInventory:
         return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
 
     def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
-        """Return the candidate nodes for a replica, nodes with other members of its gang first."""
-        candidates = self._candidates[self._group_of_role[role.name].name]
+        """Return the candidate nodes for a replica, nodes with other members of its gang first.
+
+        For a replica of an exclusive role, leave out the nodes that are full or occupied by others: of thousands of
+        nodes, few are left.
+        """
+        group = self._group_of_role[role.name].name
+        candidates = self._free[group] if role.exclusive else self._candidates[group]
         if role.ranks == 1 or role.per_node == 1:
-            return candidates
-        gang_id = gang_of(replica.id)
-        gang_nodes = [
-            self._by_node[node][1]
-            for node, occupants in occupancy.items()
-            if self.can_host(role, node) and any(gang_of(occupant.id) == gang_id for occupant in occupants)
-        ]
+            return [candidate for candidate in candidates if not role.exclusive or candidate.node not in occupancy]
+        gang_id, gang_nodes = gang_of(replica.id), []
+        for candidate in (*self._partly_free, *chain.from_iterable(self._free.values())):
+            occupants = occupancy.get(candidate.node, ())
+            if any(gang_of(occupant.id) == gang_id for occupant in occupants) and self.can_host(role, candidate.node):
+                gang_nodes.append(candidate)
         gang_nodes.sort(key=lambda candidate: natural_sort_key(candidate.node))
-        return [*gang_nodes, *(candidate for candidate in candidates if candidate not in gang_nodes)]
+        chosen = {candidate.node for candidate in gang_nodes}
+        taken = occupancy.keys() if role.exclusive else chosen
+        return [*gang_nodes, *(candidate for candidate in candidates if candidate.node not in taken)]
+
+    @cached_property
+    def _free(self) -> dict[str, list[CandidateNode]]:
+        """Return by node group the candidate nodes that nothing occupies at the begin of this plan."""
+        return {
+            group: [candidate for candidate in candidates if candidate.node not in self.occupied]
+            for group, candidates in self._candidates.items()
+        }
+
+    @cached_property
+    def _partly_free(self) -> list[CandidateNode]:
+        """Return the candidate nodes whose occupants may leave room for another member of a gang."""
+        return [
+            candidate
+            for node, occupants in self.occupied.items()
+            if (candidate := self.candidate(node)) is not None
+            and any(not role.exclusive or len(occupants) < role.per_node for role in self._roles_of(occupants))
+        ]
+
+    def _roles_of(self, occupants: Sequence[Replica]) -> Iterator[RoleSpec]:
+        return (self._state.job.role(occupant.role) for occupant in occupants)
 
     # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
@@ -425,6 +451,8 @@ class NodeInventory:
 
         With ``refused``, launches that the cluster refused count, too.
         """
+        if not replica.failures:
+            return set()
         recovery = self._state.job.recovery
         recent = replica.recent_failures(recovery.window, self._now)
         nodes = [failure.node for failure in recent if refused or not failure.refused]
@@ -451,9 +479,9 @@ class NodeInventory:
             return False
         if role.exclusive:
             return True
-        if any(job.role(other.role).exclusive for other in others_of_other_gangs):
+        if any(other.exclusive for other in self._roles_of(others_of_other_gangs)):
             return False
-        requested = [job.role(other.role).per_member for other in others] + [role.per_member]
+        requested = [*(other.per_member for other in self._roles_of(others)), role.per_member]
         resources = (
             job.node_group(self._by_node[node][0]).node
             if node in self._by_node

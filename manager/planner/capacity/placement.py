@@ -79,7 +79,7 @@ def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
 
 
 def _plan_moves(
-    inventory: NodeInventory, gangs: list[list[Replica]], occupancy: Occupancy
+    inventory: NodeInventory, gangs: Sequence[list[Replica]], occupancy: Occupancy
 ) -> tuple[dict[ReplicaId, CandidateNode], dict[ReplicaId, CandidateNode], list[Replica]]:
     """Return the possible moves off expiring nodes, the blocked moves, and the replicas without a target."""
     leaving = {candidate.node for candidate in inventory.usable if candidate.expiring} | inventory.draining

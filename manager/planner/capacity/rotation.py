@@ -85,7 +85,7 @@ def redundant_allocations(
     """
     releases: list[Release] = []
     wake = NEVER
-    occupied = {node for node, occupants in inventory.occupancy().items() if occupants}
+    occupied = {node for node, occupants in inventory.occupied.items() if occupants}
     planned = (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves)
     occupied |= {candidate.node for candidates in planned for candidate in candidates.values()}
     for node_group in state.job.node_groups:

@@ -52,7 +52,7 @@ def plan_standbys(
         return [], NEVER
     if not roles or not (stable or inventory.exclusive_standbys):
         return [], NEVER
-    occupancy = inventory.occupancy()
+    occupancy = inventory.occupied
     actions: list[ExternalAction] = []
     wake = NEVER
     taken: set[NodeName] = set()  # spare nodes for the standby processes of earlier roles

@@ -80,9 +80,7 @@ def _evidence_lines(finding: Finding) -> tuple[str, ...]:
 
 def _node_failure(state: State, node: NodeName) -> Finding | None:
     """Return the finding that excludes the node, if there is one; findings with proof come first."""
-    return most_severe(
-        finding for finding in state.findings.values() if finding.node == node and excludes_node(finding)
-    )
+    return most_severe(filter(excludes_node, state.findings_about.get(node, ())))
 
 
 def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
@@ -92,10 +90,9 @@ def _silent_spares(state: State) -> Iterator[tuple[NodeName, tuple[str, ...]]]:
     without replicas works. An agent that ended with an exit record does not count, nor does a launch that the cluster
     refused.
     """
-    occupied = {replica.node for replica in workers(state) if replica.is_current}
     for name in state.nodes:
         agent = state.replica(replica_id(AGENT, name))
-        if name in occupied or agent.status is Status.JOINED or not agent.ever_joined or len(agent.failures) < 2:
+        if name in state.occupied or agent.status is Status.JOINED or not agent.ever_joined or len(agent.failures) < 2:
             continue
         before, newest = agent.failures[-2:]
         in_a_row = newest.at - before.at <= state.job.recovery.window

@@ -53,6 +53,7 @@ from rrl.manager.model.queries import open_requests, workers
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import OrphanStep, State, Status, UnchargedRestart
+from rrl.manager.model.table import as_dict
 from rrl.tests.support.examples import examples
 from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.support.manager.world import found, lost
@@ -743,7 +744,7 @@ def test_fold_accepts_events_in_any_order_and_its_state_survives_both_encodings(
     assert state.seq == len(events) + 1
     for replica in state.replicas.values():
         assert not replica.is_current or state.is_current(replica.incarnation)
-    packed, text = msgspec.msgpack.encode(state), msgspec.json.encode(state)
+    packed, text = (encode(state, enc_hook=as_dict) for encode in (msgspec.msgpack.encode, msgspec.json.encode))
     assert msgspec.msgpack.decode(packed, type=State) == state
     assert msgspec.json.decode(text, type=State) == state
 
@@ -783,5 +784,5 @@ METRICS = (
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=4))
 def test_no_metric_of_a_trainer_makes_a_state_that_the_journal_cannot_hold(metrics: list[dict[str, float]]) -> None:
     state = state_after(*RUNNING, *(ev.StepCommitted(R1, step, each) for step, each in enumerate(metrics, 1)))
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(state, enc_hook=as_dict), type=State)
     assert again.step == len(metrics)

@@ -28,7 +28,7 @@ def state(**holds: Version | None) -> State:
         id: msgspec.structs.replace(replica, id=id, weight_address=f"tcp://{id}", weight_version=versions.get(id))
         if role_of(id) in ("trainer", "rollout")
         else replica
-        for id, replica in (state.replicas | rollouts).items()
+        for id, replica in {**state.replicas, **rollouts}.items()
     }
     return msgspec.structs.replace(state, replicas=replicas)
 

@@ -13,6 +13,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import ReleaseResult, Status
+from rrl.manager.model.table import as_dict
 from rrl.manager.planner.capacity.nodes import NodeInventory
 from rrl.manager.reporting.summary import summarize
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, in_node_groups, job
@@ -607,7 +608,7 @@ def test_next_manager_continues_pending_node_commands() -> None:
     w = world(spares=0, nodes=4)
     node = w.node_of(R0)
     w.send_command("drain", node)
-    state = msgspec.json.decode(msgspec.json.encode(w.state), type=type(w.state))
+    state = msgspec.json.decode(msgspec.json.encode(w.state, enc_hook=as_dict), type=type(w.state))
     assert state.node_commands == {node: ("drain", "anna")}
 
 
