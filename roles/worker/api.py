@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,13 @@ from ...core.text import exit_invalid_config
 from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Evaluated, Goodbye, Peers
+from ...transport.weights.manifest import ManifestBuilder, layout
 from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import decode, decode_part
 from ..trajectories.types import A, Batch, GetCommitted, Item, Kind, LeaseScoring, P, PackedPart, Part, Segment
-from . import publication
 from .connection import ManagerConnection, Stopping
 from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
@@ -43,6 +44,14 @@ from .work_items import LeasedTrajectories, NewWeights, PendingAppend, PendingLe
 if TYPE_CHECKING:
     from .episode_work import Episode
 
+TensorDescription = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and size in bytes of a tensor."""
+Write = Callable[[memoryview], None]
+"""Writes a whole tensor into the memory that it is given."""
+_COPY_SLICE_BYTES = 8 * 2**20
+"""Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
+1 GiB: in slices of this size the copy took 0.36 s, and no thread was blocked for more than 9 ms. Without slices it took
+up to 1.4 s, during which all threads were blocked."""
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
 LOOPBACK = "127.0.0.1"
@@ -362,7 +371,7 @@ class Worker:
             described: (name, dtype, shape, size in bytes) of each tensor.
             contents: the tensors' bytes in the same order. Each tensor is copied before the next one is requested.
         """
-        publication.publish(self._connection, self.job.transport.chunk, number, described, publication.copies(contents))
+        publish_version(self._connection, self.job.transport.chunk, number, described, copies(contents))
 
     def publish_written(
         self,
@@ -374,7 +383,7 @@ class Worker:
 
         ``writes`` has, for each tensor in the same order, a function that writes the tensor into the given memory.
         """
-        publication.publish(self._connection, self.job.transport.chunk, number, described, writes)
+        publish_version(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
     def new_weights(self) -> NewWeights | None:
@@ -516,3 +525,52 @@ def _bypass_proxies(host: str) -> None:
     given = [each.strip() for name in _NO_PROXY for each in os.environ.get(name, "").split(",")]
     value = "*" if "*" in given else ",".join(dict.fromkeys([*filter(None, given), host]))
     os.environ.update(dict.fromkeys(_NO_PROXY, value))
+
+
+def publish_version(
+    connection: ManagerConnection,
+    chunk_bytes: int,
+    number: int,
+    described: Sequence[TensorDescription],
+    writes: Iterable[Write],
+) -> None:
+    """Serve weights as the version of step ``number``. May be called in any thread, but only in one at a time.
+
+    The version becomes current as a whole: the store of this process gets it once its last tensor is written and its
+    manifest is signed. If the process ends before that, or on an exception, the previous version stays current.
+
+    Args:
+        connection: The connection of the worker.
+        chunk_bytes: Size of the chunks that receivers request, in bytes.
+        number: The training step that produced the weights.
+        described: Description of each tensor.
+        writes: The functions that write the tensors, in the same order. Each tensor is written before the iterator is
+            advanced to the next function.
+
+    Raises:
+        ValueError: The number of functions differs from the number of descriptions.
+    """
+    specs, nbytes = layout(described)
+    flat = connection.weights.allocate(nbytes)
+    version = Version(number, connection.launch.incarnation.number)
+    with ManifestBuilder(version, described, flat, connection.keys.secret, chunk_bytes) as builder:
+        for spec, write in zip(specs, writes, strict=True):
+            end = spec.offset + spec.nbytes
+            write(flat[spec.offset : end])
+            builder.mark_filled(end)
+        manifest = builder.sign()
+    connection.weights.offer(manifest, flat)
+    connection.announce_version(version)
+
+
+def copies(contents: Iterable[memoryview]) -> Iterator[Write]:
+    """Yield, for the bytes of each tensor, a function that copies these bytes."""
+    for content in contents:
+        yield partial(_copy, content.cast("B") if content.format != "B" else content)
+
+
+def _copy(content: memoryview, into: memoryview) -> None:
+    """Copy ``content`` in slices, between which other threads can run."""
+    for start in range(0, len(into), _COPY_SLICE_BYTES):
+        copied = slice(start, start + _COPY_SLICE_BYTES)
+        into[copied] = content[copied]

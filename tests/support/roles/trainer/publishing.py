@@ -32,7 +32,7 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trajectories.types import Batch
-from rrl.roles.worker import publication
+from rrl.roles.worker import api
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.weights.transports import SECRET
@@ -84,11 +84,11 @@ class PublishingWorker(SimpleNamespace):
         self.phases.pop()
 
     def publish_written(
-        self, number: int, described: Sequence[publication.TensorDescription], writes: Iterator[publication.Write]
+        self, number: int, described: Sequence[api.TensorDescription], writes: Iterator[api.Write]
     ) -> None:
-        publication.publish(self._connection, self._chunk, number, described, self._once_it_may(writes))
+        api.publish_version(self._connection, self._chunk, number, described, self._once_it_may(writes))
 
-    def _once_it_may(self, writes: Iterator[publication.Write]) -> Iterator[publication.Write]:
+    def _once_it_may(self, writes: Iterator[api.Write]) -> Iterator[api.Write]:
         for write in writes:
             yield write
             self.publishing.set()

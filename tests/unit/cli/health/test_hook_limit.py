@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.cli.health.node_drains import HookDrain, over_limit
+from rrl.cli.health.hook_drains import HookDrain, over_limit
 from rrl.config.health_rules import HookRules
 
 RULES = HookRules()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
-from rrl.cli.health import node_drains
+from rrl.cli.health import hook_drains, node_drains
 from rrl.cli.health.check_outputs import write_prometheus
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName, Verdict
@@ -65,7 +65,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
     made = Cluster(10)
     monkeypatch.setattr(node_drains, "execute", made.command)
-    monkeypatch.setattr(node_drains, "DRAIN_SETTLE_S", 0.0)
+    monkeypatch.setattr(hook_drains, "DRAIN_SETTLE_S", 0.0)
     return made
 
 

@@ -311,7 +311,7 @@ def test_since_7d_covers_seven_days(history: Path, capsys: pytest.CaptureFixture
 
 def test_reason_for_an_unreachable_slurm_is_one_line() -> None:
     tried = "scontrol: error: resolve_ctls_from_dns_srv: Unknown host\nscontrol: fatal: Could not establish a source\n"
-    assert node_drains._error_line(CommandResult(1, "", tried)) == "Could not establish a source"
+    assert node_drains.error_line(CommandResult(1, "", tried)) == "Could not establish a source"
 
 
 def test_rejected_records_are_reported(history: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Score, Scoring
-from rrl.roles.worker import connection, publication
+from rrl.roles.worker import api, connection
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.roles.worker.status import external_waits
@@ -937,7 +937,7 @@ def test_scores_may_be_scalars_of_numpy(scene: Scene) -> None:
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_published_version_has_the_given_tensors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publication, "_COPY_SLICE_BYTES", 100)
+    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
         floats: Any = memoryview(long).cast("f")
@@ -997,7 +997,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         return memory[0]
 
     monkeypatch.setattr(WeightStore, "allocate", remembered)
-    monkeypatch.setattr(publication, "_COPY_SLICE_BYTES", step)
+    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", step)
     results: set[int] = set()
     over = threading.Event()
 
