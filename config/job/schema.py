@@ -20,7 +20,7 @@ from ...core.phases import PHASES
 from ...core.run_spec import TrackerName, WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ..prompt_file import SUFFIXES
-from .base import Duration, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
+from .base import Duration, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable
@@ -41,8 +41,6 @@ _SAMPLING = run_spec.SamplingSpec()
 _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
-Function = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")]
-"""A function, written as ``module:function``."""
 
 
 def _format_string(text: str) -> str:

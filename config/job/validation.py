@@ -19,9 +19,9 @@ from ...core.faults import (
 )
 from ...core.phases import PHASES
 from ...core.units import duration_text
+from ..import_paths import ENGINES
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
 from ..prompt_file import prompt_columns
-from ..vllm_arguments import RESERVED_ARGUMENTS, TENSOR_PARALLEL_SIZE
 from .base import mistake
 from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
@@ -66,7 +66,7 @@ def check(job: Job) -> None:
     _donor_rollouts(job)
     _standby_rollouts(job)
     _one_gpu(job)
-    _vllm(job)
+    _engine(job)
     _faults(job)
     _track(job)
 
@@ -393,42 +393,22 @@ def _standby_rollouts(job: Job) -> None:
 
 
 def _one_gpu(job: Job) -> None:
-    """Check that roles that compute in torch have at most one GPU per process, since they leave further GPUs idle."""
-    trainer, rollout = job.roles.trainer, job.roles.rollout
+    """Check that each rank of the built-in trainer has at most one GPU, since it leaves further GPUs idle."""
+    trainer = job.roles.trainer
     if trainer.command is None and trainer.gpus > 1:
         raise mistake(
             ("roles", "trainer", "gpus"),
             "each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks ="
             f" {trainer.ranks * trainer.gpus} for as many GPUs",
         )
-    if rollout.command is None and rollout.engine == "torch" and rollout.gpus > 1:
-        message = 'engine = "torch" computes on one GPU; write gpus = 1 and more replicas, or engine = "vllm"'
-        raise mistake(("roles", "rollout", "gpus"), message)
 
 
-def _vllm(job: Job) -> None:
-    """Reject arguments of vLLM that rrl itself sets or refuses, or that would leave GPUs idle or have no effect."""
-    rollout, at = job.roles.rollout, ("roles", "rollout", "vllm")
-    if rollout.command is not None:
-        return
-    if rollout.engine != "vllm":
-        if rollout.vllm:
-            problem = f'has no effect with engine = "{rollout.engine}"'
-            raise mistake(at, f'{problem}; remove this key, or write engine = "vllm"')
-        return
-    for name in rollout.vllm:
-        if name in RESERVED_ARGUMENTS:
-            raise mistake((*at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove this key")
-    degree = rollout.vllm.get(TENSOR_PARALLEL_SIZE, 1)
-    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-        raise mistake((*at, TENSOR_PARALLEL_SIZE), "must be a whole number, 1 or more: the GPUs that share the model")
-    if rollout.gpus and degree != rollout.gpus:
-        key = (*at, TENSOR_PARALLEL_SIZE) if TENSOR_PARALLEL_SIZE in rollout.vllm else ("roles", "rollout", "gpus")
-        raise mistake(
-            key,
-            f"vLLM would compute on {degree} of the GPUs of each replica, but [roles.rollout] gpus = {rollout.gpus};"
-            f" make {TENSOR_PARALLEL_SIZE} and gpus the same number",
-        )
+def _engine(job: Job) -> None:
+    """Reject arguments and a number of GPUs that the engine of the rollouts cannot use."""
+    rollout = job.roles.rollout
+    row = ENGINES.get(rollout.engine) if rollout.command is None else None
+    if row is not None and (wrong := row.check(rollout.engine_args, rollout.gpus)) is not None:
+        raise mistake(("roles", "rollout", *wrong[0]), wrong[1])
 
 
 def _role(job: Job, name: str, role: Role) -> None:

@@ -56,12 +56,12 @@ def score_of(task: Task, item: int, answer: str) -> tuple[float, float]:
 
 
 class TaskError(ValueError):
-    """The ``[task]`` table, or the task table of an evaluation, is invalid.
+    """A table that names code of the user, such as ``[task]`` or that of an evaluation, is invalid.
 
     Args:
-        key: The key of ``[task]`` to change.
+        key: The key of the table to change.
         problem: What is wrong with its value, and what would be right.
-        missing_package: Package that the task needs and this Python lacks; empty for any other problem.
+        missing_package: Package that the code needs and this Python lacks; empty for any other problem.
         table: Name of the invalid table.
     """
 
@@ -144,12 +144,7 @@ def _open_file(
         rows = open_rows(Path(spec.file), spec.prompt, spec.required_columns)
     except PromptFileError as error:
         raise TaskError("file", str(error), error.missing_package) from None
-    reward = None
-    if spec.reward is not None:
-        try:
-            reward = import_function(spec.reward, folder)
-        except FunctionMissing as error:
-            raise TaskError("reward", error.problem, error.missing_package) from error.__cause__
+    reward = None if spec.reward is None else import_function(spec.reward, folder, "reward")
     return FileTask(
         rows,
         seed,
@@ -166,10 +161,7 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
 
     An exception that the user's module or function raises is not caught.
     """
-    try:
-        function = import_function(name, folder)
-    except FunctionMissing as error:
-        raise TaskError("function", error.problem, error.missing_package) from error.__cause__
+    function = import_function(name, folder)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function that is written in C may have no signature
@@ -193,33 +185,55 @@ def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) ->
     return task
 
 
-class FunctionMissing(ValueError):
-    """A function that job.toml names cannot be imported.
+def import_row(
+    name: str, rows: Mapping[str, str], folder: Path, key: str, table: str, arguments: Sequence[str]
+) -> Callable[..., Any]:
+    """Import what a key of job.toml names: a row of rrl's own table, else ``module:function`` of the user.
 
     Args:
-        problem: What is wrong, and what would be right.
-        missing_package: Package that the function's module needs and this Python lacks; empty for any other problem.
+        name: The value of the key.
+        rows: The import path of each name that rrl itself has.
+        folder: Folder of job.toml.
+        key: The key, for an error.
+        table: Name of the key's table, for an error.
+        arguments: Names of the arguments with which it will be called.
+
+    Raises:
+        TaskError: A module is missing, has no such function, or the function cannot be called in this way.
     """
+    if name in rows:
+        module, _, attribute = rows[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    function = import_function(name, folder, key, table)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        problem = f"{json.dumps(name)} cannot be called with {', '.join(arguments)}: {error}"
+        raise TaskError(key, problem, table=table) from None
+    except ValueError:  # a function that is written in C may have no signature
+        pass
+    return function
 
-    def __init__(self, problem: str, missing_package: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.missing_package = missing_package
 
-
-def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
-    """Import the function ``module:function``. An exception that the user's module raises is not caught.
+def import_function(name: str, folder: Path | None, key: str = "function", table: str = "task") -> Callable[..., Any]:
+    """Import the function or class ``module:function``. An exception that the user's module raises is not caught.
 
     Args:
         name: Module and function.
         folder: Folder of job.toml, from which the module is imported.
+        key: The key that names the function, for an error.
+        table: Name of the key's table, for an error.
 
     Raises:
-        FunctionMissing: A module is missing, or has no such function.
+        TaskError: A module is missing, or has no such function.
     """
+
+    def wrong(problem: str, missing_package: str = "") -> TaskError:
+        return TaskError(key, problem, missing_package, table)
+
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise FunctionMissing(f'{json.dumps(name)} must be "module:function"')
+        raise wrong(f'{json.dumps(name)} must be "module:function"')
     try:
         module = _import_module(module_name, folder)
     except ModuleNotFoundError as error:
@@ -227,17 +241,17 @@ def import_function(name: str, folder: Path | None) -> Callable[..., Any]:
         if missing == module_name or module_name.startswith(f"{missing}."):
             if module_name.endswith(".py"):
                 right = json.dumps(f"{module_name.removesuffix('.py')}:{function_name}")
-                raise FunctionMissing(f"{json.dumps(name)}: name the module without .py: {right}") from None
+                raise wrong(f"{json.dumps(name)}: name the module without .py: {right}") from None
             place = f"neither in {folder}, the folder of job.toml, nor" if folder is not None else "not"
             problem = f"{json.dumps(name)}: there is no module {missing}, {place} among the installed packages"
-            raise FunctionMissing(problem) from error
+            raise wrong(problem) from error
         problem = f"{json.dumps(name)} imports {missing}, which {sys.prefix} lacks; install it there"
-        raise FunctionMissing(problem, missing) from error
+        raise wrong(problem, missing) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [known for known in vars(module) if callable(getattr(module, known)) and not known.startswith("_")]
         problem = f"{json.dumps(name)}: {module.__file__} has no function {function_name}"
-        raise FunctionMissing(problem + _suggestion(function_name, names))
+        raise wrong(problem + _suggestion(function_name, names))
     return function  # type: ignore[no-any-return]  # the type of a user's function is unknown
 
 

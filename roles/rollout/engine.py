@@ -1,17 +1,35 @@
-"""The interface of the engines with which a rollout samples.
+"""The interface of the engines with which a rollout samples, and how ``[roles.rollout] engine`` names one.
 
-:mod:`.torch_engine` and :mod:`.vllm.engine` implement it; a further engine would be another module beside them.
+``engine`` is a row of :data:`rrl.config.import_paths.ENGINES`, or ``module:name`` beside job.toml. The name is that of
+a class or of a function, and is called with three arguments: the worker ``me``, the model, and the tokenizer.
+
+- A class is an :class:`Engine`. It is called when the process may use its GPUs, while the first weights are received.
+- A function is called before the process joins the run, and must not use a GPU. It checks the configuration, and
+  returns a function without arguments, which then builds the engine.
+
+The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
+allocates it), for an engine that computes with it, or that needs names and shapes. ``me.job.rollout`` has the settings,
+``engine_args`` among them. :mod:`.torch_engine` is the shorter example, :mod:`.vllm` another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 
+import rrl
+
+from ...config.import_paths import ENGINE_ARGUMENTS, ENGINES
+from ...core.run_spec import RunSpec
 from ...core.types import Version
+from ..launcher.end_report import exits_on_invalid_config
+from ..models.tasks import TaskError, import_row
+from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, Segment
 
 StepOutput = tuple[list[Segment], list[int]]
@@ -31,6 +49,11 @@ class Sampling(Struct, frozen=True):
     greedy: bool = False
     """True to take the most likely token (for evaluation). The recorded log-probabilities are those of the policy in
     both cases."""
+
+
+def sampling_of(job: RunSpec) -> Sampling:
+    """Return the settings of sampling of a job."""
+    return Sampling(job.sampling.temperature, job.rollout.segment_tokens)
 
 
 class Engine(Protocol):
@@ -92,3 +115,34 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the engine's resources. No method may be called afterwards."""
+
+
+_METHODS = [name for name in vars(Engine) if not name.startswith("_")]
+
+
+def load_engine(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    """Import the engine that the job names, and return the function that builds it.
+
+    Both end the process with exit code 2 and a message of one line if the engine is not as this module describes.
+    """
+    name, rows = me.job.rollout.engine, {key: row.prepare for key, row in ENGINES.items()}
+    with exits_on_invalid_config(TaskError):
+        named = import_row(name, rows, Path(me.launch.cwd), "engine", "roles.rollout", ENGINE_ARGUMENTS)
+        build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)
+        if not callable(build):
+            raise _wrong(
+                f"{name} returned {type(build).__name__}; return a function that builds the engine, or name a class"
+            )
+
+    def build_checked() -> Engine:
+        with exits_on_invalid_config(TaskError):
+            engine: Engine = build()
+            if missing := [method for method in _METHODS if not hasattr(type(engine), method)]:
+                raise _wrong(f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
+        return engine
+
+    return build_checked
+
+
+def _wrong(problem: str) -> TaskError:
+    return TaskError("engine", problem, table="roles.rollout")

@@ -12,24 +12,18 @@ gc.disable()  # garbage collections would search a million objects of the import
 import logging
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
-from torch import nn
 
 import rrl
 
-from ...config.model_folder import max_length
-from ...core.run_spec import ModelSpec
-from ...core.text import exit_invalid_config
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.policy import compute_dtype, materialise, skeleton
-from ..models.tensors import assigned_device, unpack
-from ..models.tokenizer import Tokenizer, open_tokenizer
+from ..models.policy import compute_dtype, skeleton
+from ..models.tensors import unpack
+from ..models.tokenizer import open_tokenizer
 from ..trajectories.types import Segment
 from ..worker.work_items import PendingAppend, PendingLease
-from .engine import Engine, Sampling
-from .torch_engine import TorchEngine, seed_of
+from .engine import Engine, load_engine
 
 gc.freeze()  # saves a third of the 4.2 s of processor time for imports and exit
 gc.enable()
@@ -42,8 +36,6 @@ APPEND_INTERVAL_S = 0.1
 """Minimum time (s) between two appends while the engine has no free slots. Each append, however few tokens it contains,
 costs the store a flush of 1 to 4 ms (measured), during which the store serves no other process. Besides the tokens of
 unfinished segments, a crash loses at most the tokens of this interval."""
-_VLLM_SEED_LIMIT = 2**31
-"""Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
 
 
 def main() -> None:
@@ -217,53 +209,7 @@ def _builder(me: rrl.Worker) -> Callable[[], Engine]:
     with exits_on_invalid_config():
         spec, tokenizer = me.job.model, open_tokenizer(me.job.model)
         model = skeleton(spec, tokenizer.size, compute_dtype(spec))
-    return (_vllm if me.job.rollout.engine == "vllm" else _torch)(me, spec, model, tokenizer)
-
-
-def _sampling(me: rrl.Worker) -> Sampling:
-    return Sampling(me.job.sampling.temperature, me.job.rollout.segment_tokens)
-
-
-def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    device = assigned_device(me.launch)
-
-    def build() -> Engine:
-        materialise(model, device)
-        seed = seed_of(me.job.seed, me.launch.incarnation)
-        return TorchEngine(
-            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=_sampling(me), lease=me.job.rollout.lease
-        )
-
-    return build
-
-
-def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    from .vllm import config as vllm_config  # imported here: vLLM is optional
-
-    settings, memory = me.job.rollout, me.job.role(me.launch.role).per_member.mem
-    vllm_config.set_environment(settings.threads)
-    try:
-        config = vllm_config.configure(
-            vllm_config.write_config_folder(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
-            dtype=spec.dtype,
-            max_length=max_length(spec.path, spec.max_length),
-            seed=seed_of(me.job.seed, me.launch.incarnation) % _VLLM_SEED_LIMIT,
-            lease=settings.lease,
-            memory=memory,
-            gpus=me.launch.gpus,
-            given=settings.vllm,
-        )
-    except vllm_config.InvalidEngineConfig as error:  # no end report: the node's driver may be missing
-        exit_invalid_config(error)
-
-    def build() -> Engine:
-        from .vllm.engine import VllmEngine
-
-        return VllmEngine(
-            config, model, stop_tokens=tokenizer.stop_tokens, sampling=_sampling(me), lease=settings.lease
-        )
-
-    return build
+    return load_engine(me, model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,41 @@ same way, running trajectories continue with new weights: their prefixes are rea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+import rrl
+
 from ...core.types import Incarnation, Version
 from ..launcher.end_report import Diverged
-from ..models.policy import load_weights, log_probs
+from ..models.policy import load_weights, log_probs, materialise
+from ..models.tensors import assigned_device
+from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
-from .engine import Sampling, StepOutput
+from .engine import Engine, Sampling, StepOutput, sampling_of
 from .foreign_sampling import GREEDY, next_token
+
+
+def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    """Return the function that builds the engine as :mod:`.engine` describes it."""
+    device = assigned_device(me.launch)
+
+    def build() -> Engine:
+        materialise(model, device)
+        seed = seed_of(me.job.seed, me.launch.incarnation)
+        return TorchEngine(
+            model,
+            stop_tokens=tokenizer.stop_tokens,
+            seed=seed,
+            sampling=sampling_of(me.job),
+            lease=me.job.rollout.lease,
+        )
+
+    return build
 
 
 def seed_of(run_seed: int, incarnation: Incarnation) -> int:

@@ -1,4 +1,4 @@
-"""The learner: a model, its optimizer, and GRPO steps on batches of trajectories, independent of any run.
+"""The learner: a model, its optimizer, and policy-gradient steps on batches of trajectories, independent of a run.
 
 A step is trained part by part: :meth:`Learner.open`, :meth:`Learner.add` for each part, :meth:`Learner.close`. A part
 has whole groups, because an advantage compares the trajectories of a group. The parts together make the same step as
@@ -13,14 +13,14 @@ restored from them continues bit for bit as if uninterrupted. If anything were m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
@@ -32,7 +32,8 @@ from ..launcher.end_report import Unrepairable
 from ..models.policy import weights
 from ..trajectories.types import Part, Trajectory
 from .host_buffers import shard_of
-from .losses import RATIO_MAX, group_advantages, grpo_loss, likelihood
+from .loss_function import Loss, LossTokens, checked, scalars
+from .losses import group_advantages, grpo, likelihood
 from .process_group import Gang
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -42,10 +43,10 @@ _T = TypeVar("_T")
 
 _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
-"""Number by which the loss of each part of a step is divided. The right divisor, the number of answer tokens of the
-step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the number of
-tokens. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
-tokens of a step, so that losses and gradients have their usual size."""
+"""Number by which the loss of each part of a step is divided. The right divisor, such as the number of answer tokens of
+the step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the right
+divisor. ``LOSS_DIVISOR`` is a power of two, so that the division does not round. It is close to the usual number of
+tokens of a step, so that gradients have their usual size."""
 _DIVERGED = "a restart would repeat it; rrl resume --set roles.trainer.learning_rate=... goes on from the last commit"
 
 
@@ -78,6 +79,21 @@ class _MicroBatch(Struct, frozen=True):
     """False for a padding micro-batch, which only keeps the number of micro-batches equal in all members."""
 
 
+class _Statistics(Struct):
+    """The loss and its statistics over the micro-batches of one member."""
+
+    sums: dict[str, float] = {}
+    """The loss, and the sums of which the step has the mean."""
+    maxima: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
+        """Add the statistics of other micro-batches."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+
 class _OpenStep(Struct):
     """Counts of the open step, between :meth:`Learner.open` and :meth:`Learner.close`."""
 
@@ -85,9 +101,12 @@ class _OpenStep(Struct):
     parts: int = 0
     complete: bool = False
     """Whether the last part was added."""
-    statistics: dict[str, float] = {}
-    """The loss and its statistics over this member's answer tokens: sums, each divided by ``LOSS_DIVISOR``, and
-    ``RATIO_MAX``."""
+    divisor: Literal["tokens", "sequences"] | float | None = None
+    """The divisor that the loss named; None before its first call."""
+    statistics: _Statistics = field(default_factory=_Statistics)
+    """Those of this member."""
+    sequences: int = 0
+    """Number of trained sequences of all members; each sample of an episode counts."""
     trajectories: int = 0
     """Number of trajectories; the samples of an episode count as one."""
     tokens: int = 0
@@ -97,9 +116,20 @@ class _OpenStep(Struct):
     lag: int = 0
     """Sum over the answer tokens of the number of training steps between sampling and training."""
 
+    def divisor_value(self) -> float:
+        """Return the number by which the sums of the loss are divided. Without any token all gradients are 0."""
+        match self.divisor:
+            case "tokens" | None:
+                return self.tokens or 1
+            case "sequences":
+                return self.sequences
+            case constant:
+                return constant
+
     def count(self, part: Part) -> None:
         """Add a trained part to the counts."""
         self.parts, self.complete = self.parts + 1, part.last
+        self.sequences += len(part.trajectories)
         first_samples = _first_samples(part.trajectories)
         self.trajectories += len(first_samples)
         for index in first_samples:
@@ -120,6 +150,7 @@ class Learner:
         steps: Length of the run, over which the learning rate decreases.
         temperature: Sampling temperature of the rollouts.
         gang: The members of the trainer.
+        loss: The loss of the policy's steps.
     """
 
     reference: nn.Module | None = None
@@ -129,7 +160,14 @@ class Learner:
     reads these files."""
 
     def __init__(
-        self, model: nn.Module, settings: TrainerSettings, *, steps: int, temperature: float, gang: Gang | None = None
+        self,
+        model: nn.Module,
+        settings: TrainerSettings,
+        *,
+        steps: int,
+        temperature: float,
+        gang: Gang | None = None,
+        loss: Loss = grpo,
     ) -> None:
         self.model = model
         self.number = 0
@@ -138,6 +176,7 @@ class Learner:
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
+        self._loss = loss
         self._optimizer = self._new_optimizer(settings.learning_rate)
         self._open: _OpenStep | None = None
 
@@ -219,12 +258,13 @@ class Learner:
 
         Raises:
             ValueError: Another part must come next, or no step is open.
+            TaskError: The loss returned anything else than :class:`.loss_function.LossSum` describes.
         """
         step = self._open
         if step is None or step.complete or (part.number, part.index) != (step.number, step.parts):
             expected = "no part" if step is None or step.complete else f"part {step.parts} of step {step.number}"
             raise ValueError(f"cannot add part {part.index} of step {part.number} to the learner: expected {expected}")
-        self._backward(self._policy_losses(part, step.statistics))
+        self._backward(self._policy_losses(part, step))
         step.count(part)
 
     def close(self) -> dict[str, float]:
@@ -242,29 +282,32 @@ class Learner:
         step, self._open = self._open, None
         if step is None or not step.complete:
             raise ValueError("no step is open" if step is None else f"the last part of step {step.number} is missing")
-        tokens = step.tokens or 1  # without any token all gradients are 0
-        scale = LOSS_DIVISOR / tokens
+        tokens, divisor = step.tokens or 1, step.divisor_value()
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+                parameter.grad.mul_(LOSS_DIVISOR / divisor)
         for group in self._optimizer.param_groups:
             group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(step.number)
-        members = self._gang.gather(step.statistics, dict[str, float])
-        statistics = {name: _joined(name, [member[name] for member in members], scale) for name in step.statistics}
-        self._apply_gradients(self._optimizer, f"step {step.number}", statistics["loss"])
+        joined = _Statistics()
+        for member in self._gang.gather(step.statistics, _Statistics):
+            joined.add(member.sums, member.maxima)
+        loss = joined.sums.pop("loss") * (1 / divisor)
+        self._apply_gradients(self._optimizer, f"step {step.number}", loss)
         self.number = step.number
         return {
-            **statistics,
+            "loss": loss,
+            **{name: value * (1 / tokens) for name, value in joined.sums.items()},
+            **joined.maxima,
             "reward": step.reward / step.trajectories,
             "training_reward": step.training_reward / step.trajectories,
             "tokens": float(step.tokens),
             "staleness": step.lag / tokens,
         }
 
-    def _policy_losses(self, part: Part, statistics: dict[str, float]) -> Iterator[Tensor]:
-        """Yield the loss of each micro-batch of this member's share, and add its statistics to ``statistics``.
+    def _policy_losses(self, part: Part, step: _OpenStep) -> Iterator[Tensor]:
+        """Yield the loss of each micro-batch of this member's share, and add its statistics to those of the step.
 
-        The sum over all micro-batches, members and parts, divided by the number of answer tokens and multiplied by
+        The sum over all micro-batches, members and parts, divided by the loss's divisor and multiplied by
         ``LOSS_DIVISOR``, is the loss of the step.
         """
         settings, trajectories = self._settings, part.trajectories
@@ -283,10 +326,20 @@ class Learner:
                 with torch.no_grad():
                     reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
             chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
-            loss, stats = grpo_loss(chosen, old, advantage, mask, entropy, settings, LOSS_DIVISOR, reference)
-            for name, value in {"loss": loss.item(), **stats}.items():
-                statistics[name] = _joined(name, (statistics.get(name, 0.0), value))
-            yield loss
+            rows, width = mask.shape
+            tokens = LossTokens(
+                chosen.flatten(),
+                old.flatten(),
+                advantage.repeat_interleave(width),
+                mask.flatten(),
+                entropy.flatten(),
+                None if reference is None else reference.flatten(),
+                torch.arange(rows, device=mask.device) * width,
+            )
+            result = checked(self._loss(tokens, settings), step.divisor)
+            step.divisor = result.divisor
+            step.statistics.add(scalars({"loss": result.loss, **result.means}), scalars(result.maxima))
+            yield result.loss / LOSS_DIVISOR
 
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the advantage of each trajectory over its whole group, [B].
@@ -427,11 +480,6 @@ class Learner:
         random.setstate(state.python_rng)
         key, pos, has_gauss, gauss = state.numpy_rng
         numpy.random.set_state(("MT19937", numpy.frombuffer(key, dtype=numpy.uint32), pos, has_gauss, gauss))
-
-
-def _joined(name: str, values: Sequence[float], scale: float = 1.0) -> float:
-    """Return a statistic of :func:`.losses.grpo_loss` for several parts of a step together; sums times ``scale``."""
-    return max(values) if name == RATIO_MAX else scale * sum(values)
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -19,9 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from ...core.run_spec import TrainerSettings
 from ..models.policy import log_probs
+from .loss_function import LossSum, LossTokens
 
-RATIO_MAX = "ratio_max"
-"""The statistic whose value for a batch is the largest value of its parts. The other statistics add up."""
 _MAX_LOG_RATIO = 20.0
 """Bound (nats) of the difference of two log-probabilities, as in verl. If the exponential of a difference overflowed,
 its gradient would be nan, even where the loss is clipped."""
@@ -48,73 +47,47 @@ def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
     return advantages
 
 
-def grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    entropy: Tensor,
-    settings: TrainerSettings,
-    tokens: float | None = None,
-    reference: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the clipped policy-gradient loss, averaged over answer tokens, and its statistics.
+def grpo(tokens: LossTokens, settings: TrainerSettings) -> LossSum:
+    """Return the clipped policy-gradient loss, whose divisor is the number of trained tokens, and its statistics.
 
-    The loss includes an entropy bonus and, with ``reference``, the divergence from a reference policy.
+    The loss includes an entropy bonus and, with a reference policy, the divergence from it.
 
     Args:
-        logprobs: [B, T], differentiable: log-probabilities of the sampled tokens under the policy being trained.
-        old_logprobs: [B, T]: log-probabilities recorded when the tokens were sampled, with weights of any age.
-        advantages: [B].
-        mask: [B, T]: 1 for answer tokens, 0 for padding.
-        entropy: [B, T], differentiable: entropy of the trained policy at each position.
+        tokens: The tokens.
         settings: ``clip`` limits the importance ratio's distance from 1, and ``dual_clip`` the ratio of a token with a
             negative advantage: else such a token that the sampler thought 8 nats less likely has the weight of 2,981
             others. ``entropy`` is the factor of the entropy bonus, and ``kl`` that of the divergence
             pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref) that is never negative
             (DeepSeekMath, equation 4; "k3").
-        tokens: Divisor of sums over answer tokens, if the arguments are only a part of a batch. If this is the number
-            of the batch's answer tokens, the losses, gradients and statistics of all parts add up to those of the
-            batch. None for the number of tokens in ``mask``.
-        reference: [B, T]: log-probabilities of the same tokens under the reference policy.
 
     Returns:
-        The scalar loss, and statistics for people:
+        The loss, and statistics that show whether the importance ratio has an effect:
 
         - ``drift``: the mean absolute difference between the two log-probabilities of a token.
         - ``clipped``: the share of the tokens whose importance ratio is outside of 1 ± ``clip``.
         - ``dual_clipped``: the share of the tokens whose importance ratio ``dual_clip`` limits.
-        - ``ratio_max``: the largest importance ratio (:data:`RATIO_MAX`); 0 without tokens.
-        - ``kl``: the mean estimate (nats) of the divergence; only with ``reference``.
-
-        They show whether the importance ratio has an effect.
+        - ``ratio_max``: the largest importance ratio; 0 without tokens.
+        - ``kl``: the mean estimate (nats) of the divergence; only with a reference policy.
     """
-    mask = mask.to(logprobs.dtype)
-    tokens = max(1.0, mask.sum().item() if tokens is None else tokens)  # a batch without tokens has the loss 0
+    mask = tokens.mask.to(tokens.logprobs.dtype)
     # A masked position may contain any value, even inf: it must become 0 before exp, not after.
-    difference = _bounded(logprobs - old_logprobs, mask)
+    difference = _bounded(tokens.logprobs - tokens.sampler_logprobs, mask)
     ratio = difference.exp()
-    advantage = advantages[:, None]
-    falls = advantage < 0
+    falls = tokens.advantages < 0
     clip, dual_clip = settings.clip, settings.dual_clip
     limited = torch.where(falls, ratio.clamp(1 - clip, dual_clip), ratio.clamp(max=1 + clip))
-    loss = -((limited * advantage + settings.entropy * entropy) * mask).sum() / tokens
+    loss = -((limited * tokens.advantages + settings.entropy * tokens.entropy) * mask).sum()
     extra = {}
-    if reference is not None:
-        log_ratio = _bounded(reference - logprobs, mask)
-        divergence = (log_ratio.exp() - log_ratio - 1).sum() / tokens
+    if tokens.reference_logprobs is not None:
+        log_ratio = _bounded(tokens.reference_logprobs - tokens.logprobs, mask)
+        divergence = (log_ratio.exp() - log_ratio - 1).sum()
         loss = loss + settings.kl * divergence
-        extra = {"kl": divergence.item()}
+        extra = {"kl": divergence}
     with torch.no_grad():
         outside, above = (ratio - 1).abs() > clip, falls & (ratio > dual_clip)
-        stats = {
-            "drift": (difference.abs().sum() / tokens).item(),
-            "clipped": (outside.sum() / tokens).item(),
-            "dual_clipped": (above.sum() / tokens).item(),
-            RATIO_MAX: (ratio * mask).max().item() if mask.numel() else 0.0,
-            **extra,
-        }
-    return loss, stats
+        means = {"drift": difference.abs().sum(), "clipped": outside.sum(), "dual_clipped": above.sum(), **extra}
+        largest = (ratio * mask).max() if len(mask) else mask.sum()
+    return LossSum(loss, "tokens", means, {"ratio_max": largest})
 
 
 def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:

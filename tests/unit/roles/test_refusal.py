@@ -98,10 +98,11 @@ def test_configuration_that_vllm_refuses_on_one_node_is_not_reported(
     monkeypatch.setattr(config, "configure", refuse)
     monkeypatch.setattr(config, "set_environment", lambda threads: None)
     monkeypatch.setattr(end_report, "_report", lambda report: pytest.fail(str(report)))
-    me = MagicMock(job=MagicMock(rollout=RolloutSettings(), seed=0))
+    job = MagicMock(rollout=RolloutSettings(), seed=0, model=ModelSpec(path="/a/model", max_length=8))
+    me = MagicMock(job=job)
     me.launch.incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     with pytest.raises(SystemExit) as ended:
-        rollout_main._vllm(me, ModelSpec(path="/a/model", max_length=8), MagicMock(), MagicMock())
+        config.prepare(me, MagicMock(), MagicMock())
     assert ended.value.code == 2
     assert capsys.readouterr().err == "rrl: vLLM finds no device\n"
 

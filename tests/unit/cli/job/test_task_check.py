@@ -371,6 +371,33 @@ def test_an_agent_that_cannot_run_is_one_line_at_its_key(checked: Checked, playe
 
 
 # ── prompts of a file ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── losses and engines of the user ─────────────────────────────────────────────────────────────────────────────────
+OWN = "def loss(tokens, settings): ...\nclass Engine:\n    def __init__(self, me, model, tokenizer): ...\n"
+OWN_JOB = JOB + '[roles.trainer]\nloss = "mine:loss"\n[roles.rollout]\nengine = "mine:Engine"\n'
+
+
+def test_own_loss_and_engine_are_imported_and_not_called(checked: Checked) -> None:
+    (checked.folder / "mine.py").write_text(OWN)
+    assert checked.run(job=OWN_JOB) == 0, checked.err
+    assert doubts_in(checked.out) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (OWN.replace("loss", "los"), "roles.trainer.loss: "),
+        (OWN.replace("tokens, ", ""), 'roles.trainer.loss: "mine:loss" cannot be called with tokens, settings: too'),
+        (OWN.replace("me, ", ""), 'roles.rollout.engine: "mine:Engine" cannot be called with me, model, token'),
+        ("import sglng\n" + OWN, 'roles.trainer.loss: "mine:loss" imports sglng, which'),
+        (OWN + "1 / 0\n", "roles.trainer.loss: importing it raised ZeroDivisionError: division by zero (mine.py:4)"),
+        (OWN + "def f(:\n", "roles.trainer.loss: importing it raised SyntaxError"),
+    ],
+)
+def test_own_loss_or_engine_that_cannot_be_used_is_one_line_at_its_key(checked: Checked, code: str, line: str) -> None:
+    (checked.folder / "mine.py").write_text(code)
+    assert line in checked.line(job=OWN_JOB)
+
+
 FILE_JOB = JOB.replace('function = "doubling:make"', 'file = "prompts.jsonl"')
 FILE_LINE = FILE_JOB.splitlines().index('file = "prompts.jsonl"') + 1
 

@@ -894,26 +894,26 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
     ("written", "expected"),
     [
         (
-            "vllm = { stream_interval = 8 }",
-            ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
+            "engine_args = { stream_interval = 8 }",
+            ".engine_args.stream_interval: cannot be set: tokens that vLLM holds back would be"
             " attributed to the next weight version; remove this key",
         ),
         (
-            "vllm.speculative_config.method = 'ngram'",
-            ".vllm.speculative_config: cannot be set: a draft model would get no new weights; remove this key",
+            "engine_args.speculative_config.method = 'ngram'",
+            ".engine_args.speculative_config: cannot be set: a draft model would get no new weights; remove this key",
         ),
         (
-            "vllm = { logprobs_mode = 'raw_logprobs' }",
-            ".vllm.logprobs_mode: cannot be set: the trainer needs the"
+            "engine_args = { logprobs_mode = 'raw_logprobs' }",
+            ".engine_args.logprobs_mode: cannot be set: the trainer needs the"
             " log-probabilities of the distribution that was sampled; remove this key",
         ),
         (
-            "vllm = { tensor_parallel_size = 0 }",
-            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+            "engine_args = { tensor_parallel_size = 0 }",
+            ".engine_args.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
         ),
         (
-            "vllm = { tensor_parallel_size = true }",
-            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+            "engine_args = { tensor_parallel_size = true }",
+            ".engine_args.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
         ),
         (
             "gpus = 4",
@@ -921,13 +921,13 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
             " tensor_parallel_size and gpus the same number",
         ),
         (
-            "vllm = { tensor_parallel_size = 8 }\ngpus = 4",
-            ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
+            "engine_args = { tensor_parallel_size = 8 }\ngpus = 4",
+            ".engine_args.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
             " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number",
         ),
-        ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
-        ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
-        ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
+        ("engine_args = { tensor_parallel_size = 4 }\ngpus = 4", ""),
+        ("engine_args = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
+        ("command = ['mine']\nengine_args = { stream_interval = 8 }", ""),
     ],
 )
 def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
@@ -946,9 +946,25 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     [
         (
             "replicas = 2",
-            "vllm = { max_num_seqs = 8 }",
-            "job.toml:17: roles.rollout.vllm: has no effect with engine"
+            "engine_args = { max_num_seqs = 8 }",
+            "job.toml:17: roles.rollout.engine_args: has no effect with engine"
             ' = "torch"; remove this key, or write engine = "vllm"',
+        ),
+        (
+            "replicas = 2",
+            "vllm = { max_num_seqs = 8 }",
+            'job.toml:17: roles.rollout.vllm: was renamed; write "engine_args" instead',
+        ),
+        (
+            "replicas = 2",
+            'engine = "sglang"',
+            'job.toml:17: roles.rollout.engine: "sglang" is no engine of rrl; write "torch", "vllm", or'
+            ' "module:function" of your own',
+        ),
+        (
+            "[roles.rollout]",
+            '[roles.trainer]\nloss = "ppo"\n[roles.rollout]',
+            'job.toml:17: roles.trainer.loss: "ppo" is no loss of rrl; write "grpo", or "module:function" of your own',
         ),
         (
             "replicas = 2",

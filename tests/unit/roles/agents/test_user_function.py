@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.agents.user_function import AgentError, load_agent
+from rrl.roles.agents.user_function import load_agent
+from rrl.roles.models.tasks import TaskError
 
 MODULE = """
 async def run(item, base_url, api_key):
@@ -49,6 +50,6 @@ def test_an_async_function_of_the_jobs_folder_is_loaded(folder: Path) -> None:
     ],
 )
 def test_unusable_agent_function_is_refused_with_the_reason(folder: Path, name: str, problem: str) -> None:
-    with pytest.raises(AgentError, match=r"^\[roles\.agents\] function: ") as raised:
+    with pytest.raises(TaskError, match=r"^\[roles\.agents\] function: ") as raised:
         load_agent(name, folder)
     assert problem in raised.value.problem

@@ -11,7 +11,7 @@ from rrl.core.launch import Launch
 from rrl.core.run_spec import RolloutSettings, SamplingSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.models.tensors import assigned_device
-from rrl.roles.rollout import main as rollout_main
+from rrl.roles.rollout import torch_engine
 from rrl.roles.trainer import process_group
 
 pytestmark = pytest.mark.torch
@@ -32,7 +32,7 @@ def _trains(me: Any) -> None:
 
 
 def _rolls_out(me: Any) -> None:
-    rollout_main._torch(me, *[me] * 3)
+    torch_engine.prepare(me, me, me)
 
 
 @pytest.mark.parametrize(("role", "begin"), [("trainer", _trains), ("rollout", _rolls_out)])
@@ -53,11 +53,11 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
     """Without a GPU, the test only checks the device on which the rollout would place its weights."""
     devices_used: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(rollout_main, "materialise", lambda model, device: devices_used.append(device))
-    monkeypatch.setattr(rollout_main, "TorchEngine", lambda *_, **__: None)
+    monkeypatch.setattr(torch_engine, "materialise", lambda model, device: devices_used.append(device))
+    monkeypatch.setattr(torch_engine, "TorchEngine", lambda *_, **__: None)
     me: Any = SimpleNamespace(
         launch=_launch("rollout", 1), job=SimpleNamespace(seed=0, sampling=SamplingSpec(), rollout=RolloutSettings())
     )
     nothing: Any = SimpleNamespace(stop_tokens=frozenset())
-    rollout_main._torch(me, nothing, nothing, nothing)()
+    torch_engine.prepare(me, nothing, nothing)()
     assert devices_used == [torch.device("cuda", 0)]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rrl.core.run_spec import TrainerSettings
-from rrl.roles.trainer.losses import group_advantages, grpo_loss
+from rrl.roles.trainer.loss_function import LossTokens, scalars
+from rrl.roles.trainer.losses import group_advantages, grpo
 
 pytestmark = pytest.mark.torch
 
@@ -20,10 +21,29 @@ _SETTINGS = TrainerSettings(clip=0.2, dual_clip=3.0, entropy=0.5, kl=0.5)
 
 
 def _loss(
-    new: Tensor, old: Tensor, gain: list[float], mask: Tensor | None = None, entropy: float = 0.0
+    new: Tensor,
+    old: Tensor,
+    gain: list[float],
+    mask: Tensor | None = None,
+    entropy: float = 0.0,
+    reference: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss and the statistics of a step with these answers, one a row."""
     mask = torch.ones_like(new) if mask is None else mask
-    return grpo_loss(new, old, torch.tensor(gain), mask, torch.full_like(new, entropy), _SETTINGS)
+    rows, width = new.shape
+    tokens = LossTokens(
+        new.flatten(),
+        old.flatten(),
+        torch.tensor(gain).repeat_interleave(width),
+        mask.flatten().bool(),
+        torch.full((rows * width,), entropy),
+        None if reference is None else reference.flatten(),
+        torch.arange(rows) * width,
+    )
+    result, count = grpo(tokens, _SETTINGS), mask.sum().item()
+    assert result.divisor == "tokens"
+    means = {name: value / count for name, value in scalars(result.means).items()}
+    return result.loss / count, means | scalars(result.maxima)
 
 
 def _gradient(new: Tensor, old: Tensor, gain: list[float]) -> Tensor:
@@ -140,9 +160,7 @@ def test_entropy_lowers_the_loss() -> None:
 def test_kl_is_the_non_negative_estimate_of_each_token() -> None:
     new = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
     reference, mask = torch.tensor([[-1.0, -1.0, math.inf]]), torch.tensor([[True, True, False]])
-    loss, stats = grpo_loss(
-        new, new.detach(), torch.zeros(1), mask, torch.zeros_like(new), _SETTINGS, reference=reference
-    )
+    loss, stats = _loss(new, new.detach(), [0.0], mask, reference=reference)
     assert stats["kl"] == pytest.approx((0 + math.e - 1 - 1) / 2)  # pi_ref / pi - log(pi_ref / pi) - 1
     assert loss.item() == pytest.approx(0.5 * stats["kl"])
     loss.backward()  # type: ignore[no-untyped-call]
@@ -153,8 +171,7 @@ def test_kl_is_the_non_negative_estimate_of_each_token() -> None:
 
 def test_divergence_that_overflows_does_not_spoil_the_gradient_of_other_tokens() -> None:
     new = torch.tensor([[-1000.0, -2.0]], requires_grad=True)
-    ones, reference = torch.ones_like(new), torch.tensor([[-1.0, -1.0]])
-    loss, _ = grpo_loss(new, new.detach(), torch.zeros(1), ones, ones, _SETTINGS, reference=reference)
+    loss, _ = _loss(new, new.detach(), [0.0], entropy=1.0, reference=torch.tensor([[-1.0, -1.0]]))
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     assert new.grad.tolist() == [pytest.approx([0.0, 0.5 * (1 - math.e) / 2])]

