@@ -128,21 +128,20 @@ def load_engine(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Calla
     name, rows = me.job.rollout.engine, {key: row.prepare for key, row in ENGINES.items()}
     with exits_on_invalid_config(TaskError):
         named = import_row(name, rows, Path(me.launch.cwd), "engine", "roles.rollout", ENGINE_ARGUMENTS)
-        build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)
-        if not callable(build):
-            raise _wrong(
-                f"{name} returned {type(build).__name__}; return a function that builds the engine, or name a class"
-            )
+    build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)
+    if not callable(build):
+        right = "return a function that builds the engine, or name a class"
+        _refuse(f"{name} returned {type(build).__name__}; {right}")
 
     def build_checked() -> Engine:
-        with exits_on_invalid_config(TaskError):
-            engine: Engine = build()
-            if missing := [method for method in _METHODS if not hasattr(type(engine), method)]:
-                raise _wrong(f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
+        engine: Engine = build()
+        if missing := [method for method in _METHODS if not hasattr(engine, method)]:
+            _refuse(f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
         return engine
 
     return build_checked
 
 
-def _wrong(problem: str) -> TaskError:
-    return TaskError("engine", problem, table="roles.rollout")
+def _refuse(problem: str) -> None:
+    with exits_on_invalid_config(TaskError):
+        raise TaskError("engine", problem, table="roles.rollout")
