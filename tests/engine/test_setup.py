@@ -47,7 +47,7 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
         ({"logprobs_mode": "raw_logprobs"}, r"engine_args.logprobs_mode is reserved for rrl: the trainer needs"),
         (
             {"max_num_seqs": -1},
-            r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs",
+            r"^\[roles.rollout\] engine_args = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs",
         ),
         ({"kv_cache_dtype": "none such"}, r"vLLM \S+ refuses it: .*"),
     ],
@@ -102,7 +102,7 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     me = SimpleNamespace(  # no __enter__, so that joining would fail
         job=job,
-        launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0),
+        launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0, cwd=str(tmp_path)),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
