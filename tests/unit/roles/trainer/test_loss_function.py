@@ -36,21 +36,21 @@ def _sum(tokens: LossTokens, divisor: Any = "tokens", **statistics: Any) -> Loss
 
 
 def test_loss_sees_each_sequence_from_its_start() -> None:
-    batch, seen = _batch(), list[LossTokens]()
+    batch, given = _batch(), list[LossTokens]()
 
     def loss(tokens: LossTokens, _: TrainerSettings) -> LossSum:
-        seen.append(tokens)
+        given.append(tokens)
         return _sum(tokens)
 
     harness.step(_learner(loss, micro_batch=3), batch)
     recorded = []
-    for tokens in seen:
+    for tokens in given:
         ends = [*tokens.starts[1:].tolist(), len(tokens.mask)]
         for start, end in zip(tokens.starts.tolist(), ends, strict=True):
             assert len(set(tokens.advantages[start:end].tolist())) == 1
             recorded.append(tuple(tokens.sampler_logprobs[start:end][tokens.mask[start:end]].tolist()))
     assert recorded == [pytest.approx(each.logprobs) for each in batch.trajectories]
-    assert all(tokens.reference_logprobs is None for tokens in seen)
+    assert all(tokens.reference_logprobs is None for tokens in given)
 
 
 @pytest.mark.parametrize(("divisor", "number"), [("tokens", None), ("sequences", 8), (40, 40), (2.5, 2.5)])
