@@ -3,9 +3,10 @@
 ``engine`` is a row of :data:`rrl.config.import_paths.ENGINES`, or ``module:name`` beside job.toml. The name is that of
 a class or of a function, and is called with three arguments: the worker ``me``, the model, and the tokenizer.
 
-- A class is an :class:`Engine`. It is called when the process may use its GPUs, while the first weights are received.
-- A function is called before the process joins the run, and must not use a GPU. It checks the configuration, and
-  returns a function without arguments, which then builds the engine.
+- A class is an :class:`Engine`. It is called when the process has joined the run, while the first weights are received;
+  in a standby process, before its promotion.
+- A function is called before the process joins the run. It checks the configuration, and returns a function without
+  arguments, which then builds the engine.
 
 The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
 allocates it), for an engine that computes with it, or that needs names and shapes. ``me.job.rollout`` has the settings,
