@@ -44,6 +44,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "looks": (),
     "report": (),
     "manager_away": (Need.TORCH, Need.SLURM),
+    "planner": (),
     "publishing": (Need.TORCH,),
     "restart": (Need.TORCH, Need.SLURM),
     "rollout_recovery": (Need.TORCH,),

@@ -32,8 +32,8 @@ class EngineRow(Struct, frozen=True):
     prepare: str
     """Import path of its code."""
     check: Callable[[Mapping[str, Any], int], tuple[tuple[str, ...], str] | None]
-    """Returns a mistake in ``engine_args`` and ``gpus`` of ``[roles.rollout]``: a key below that table, and a text;
-    None if there is none."""
+    """Returns a mistake in the arguments (``vllm``) and ``gpus`` of ``[roles.rollout]``: a key below that table, and a
+    text; None if there is none."""
     package: str = ""
     """Package that it imports and that the extra ``torch`` does not install; empty if there is none."""
     install: str = ""
@@ -41,12 +41,12 @@ class EngineRow(Struct, frozen=True):
     distributions: tuple[str, ...] = ()
     """Names of the distributions that contain the package."""
     unknown_arguments: Callable[[Collection[str]], list[tuple[str, str]]] = lambda _: []
-    """Returns those of the ``engine_args`` that the package of this machine lacks, each with a text about it."""
+    """Returns those of the ``vllm`` that the package of this machine lacks, each with a text about it."""
 
 
 def _check_torch(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str] | None:
     if arguments:
-        return ("engine_args",), 'has no effect with engine = "torch"; remove this key, or write engine = "vllm"'
+        return ("vllm",), 'has no effect with engine = "torch"; remove this key, or write engine = "vllm"'
     if gpus > 1:
         text = 'engine = "torch" computes on one GPU; write gpus = 1 and more replicas, or engine = "vllm"'
         return ("gpus",), text

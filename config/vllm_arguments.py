@@ -1,4 +1,4 @@
-"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] engine_args``.
+"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
 
 rrl refuses arguments that it sets itself, and arguments with which a rollout would record other tokens or
 log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
@@ -91,7 +91,7 @@ def check(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str
     Returns:
         Key below ``[roles.rollout]`` and text of the first mistake; None if there is none.
     """
-    at = "engine_args"
+    at = "vllm"
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
             return (at, name), f"cannot be set: {RESERVED_ARGUMENTS[name]}; remove this key"

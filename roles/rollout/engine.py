@@ -9,8 +9,8 @@ a class or of a function, and is called with three arguments: the worker ``me``,
   arguments, which then builds the engine.
 
 The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
-allocates it), for an engine that computes with it, or that needs names and shapes. ``me.job.rollout`` has the settings,
-``engine_args`` among them. :mod:`.torch_engine` is the shorter example, :mod:`.vllm` another.
+allocates it), for an engine that computes with it, or that needs names and shapes. ``me.job.rollout`` has the settings.
+:mod:`.torch_engine` is the shorter example, :mod:`.vllm` another.
 """
 
 from __future__ import annotations

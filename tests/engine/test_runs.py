@@ -50,7 +50,7 @@ warm = false
 [roles.rollout]
 replicas = {rollouts}
 engine = "vllm"
-engine_args = {{ {vllm} }}
+vllm = {{ {vllm} }}
 mem = "2GiB"
 segment_tokens = 4
 [limits]

@@ -35,19 +35,13 @@ def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> An
 @pytest.mark.parametrize(
     ("given", "expected_text"),
     [
-        (
-            {"max_num_seq": 8},
-            r"^\[roles.rollout\] engine_args.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$",
-        ),
-        (
-            {"model": "elsewhere"},
-            r"^\[roles.rollout\] engine_args.model is reserved for rrl: rrl sets it from \[model\]",
-        ),
-        ({"stream_interval": 8}, r"engine_args.stream_interval is reserved for rrl: tokens that vLLM holds back"),
-        ({"logprobs_mode": "raw_logprobs"}, r"engine_args.logprobs_mode is reserved for rrl: the trainer needs"),
+        ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
+        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is reserved for rrl: rrl sets it from \[model\]"),
+        ({"stream_interval": 8}, r"vllm.stream_interval is reserved for rrl: tokens that vLLM holds back"),
+        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is reserved for rrl: the trainer needs"),
         (
             {"max_num_seqs": -1},
-            r"^\[roles.rollout\] engine_args = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs",
+            r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ refuses it: .*max_num_seqs",
         ),
         ({"kv_cache_dtype": "none such"}, r"vLLM \S+ refuses it: .*"),
     ],

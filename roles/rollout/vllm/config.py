@@ -1,4 +1,4 @@
-"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] engine_args``), and limits that fit the machine.
+"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] vllm``), and limits that fit the machine.
 
 Every error is found here, before the rollout joins its run, and reported in one line by :class:`InvalidEngineConfig`.
 """
@@ -27,7 +27,7 @@ from ...models.tokenizer import Tokenizer
 from ..engine import Engine, sampling_of
 from ..torch_engine import seed_of
 
-_KEY = "[roles.rollout] engine_args"
+_KEY = "[roles.rollout] vllm"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
@@ -71,7 +71,7 @@ def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[
             lease=settings.lease,
             memory=me.job.role(me.launch.role).per_member.mem,
             gpus=me.launch.gpus,
-            given=settings.engine_args,
+            given=settings.vllm,
         )
     except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)

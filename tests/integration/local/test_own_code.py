@@ -27,7 +27,7 @@ def test_run_samples_with_the_users_engine_and_trains_with_the_users_loss(tmp_pa
         ("prompts_per_step = 16", "prompts_per_step = 4"),
         ("group_size = 16", "group_size = 4"),
         ("warm_start_steps = 30 ", 'warm = false\nloss = "reinforce:loss" '),
-        ("replicas = 2\n", 'engine = "plain_engine:PlainEngine"\nengine_args = { note = "mine" }\n'),
+        ("replicas = 2\n", 'engine = "plain_engine:PlainEngine"\n'),
     ):
         assert toml.count(old) == 1, old
         toml = toml.replace(old, new)
@@ -36,7 +36,7 @@ def test_run_samples_with_the_users_engine_and_trains_with_the_users_loss(tmp_pa
     assert (state.outcome, state.step) == (Outcome.COMPLETED, STEPS), state.why
     run.wait_gone()
     check_sound(run.run)
-    assert (tmp_path / "engine.txt").read_text() == "mine of rollout/0#1"
+    assert (tmp_path / "engine.txt").read_text() == "rollout/0#1"
     committed = [one.event.metrics for one in run.events() if isinstance(one.event, ev.StepCommitted)]
     assert len(committed) == STEPS
     for metrics in committed:

@@ -20,7 +20,7 @@ class PlainEngine:
         self._model, self._stop_tokens, self._lease = model.eval(), tokenizer.stop_tokens, me.job.rollout.lease
         self._items: list[rrl.Item] = []
         self._version = rrl.Version(0, 0)
-        Path("engine.txt").write_text(f"{me.job.rollout.engine_args['note']} of {me.launch.incarnation}")
+        Path("engine.txt").write_text(str(me.launch.incarnation))
 
     @property
     def free_slots(self) -> int:

@@ -175,16 +175,16 @@ def test_argument_unknown_to_the_installed_vllm_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake_vllm(tmp_path / "site-packages", monkeypatch)
-    text = JOB.replace("replicas = 2", 'engine = "vllm"\nengine_args = { max_num_seqs = 8, tensor_paralel_size = 2 }')
+    text = JOB.replace("replicas = 2", 'engine = "vllm"\nvllm = { max_num_seqs = 8, tensor_paralel_size = 2 }')
     reported = "the vLLM of this machine has no such argument (EngineArgs); did you mean tensor_parallel_size?"
     site.job.write_text(text)
     for command in ("check", "submit"):
         assert main.run([command, str(site.job)]) == 2
-        where = f"{site.job}:18: roles.rollout.engine_args.tensor_paralel_size"
+        where = f"{site.job}:18: roles.rollout.vllm.tensor_paralel_size"
         assert capsys.readouterr().err.endswith(f"{where}: {reported}\n")
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
     assert main.run(["check", "--no-task", str(site.job)]) == 0
-    where = "roles.rollout.engine_args.tensor_paralel_size"
+    where = "roles.rollout.vllm.tensor_paralel_size"
     assert doubts_in(capsys.readouterr().out) == [f"{where}: {reported}; the vllm of the nodes needs it"]
     site.job.write_text(text.replace("paralel", "parallel"))
     assert main.run(["check", "--no-task", str(site.job)]) == 0

@@ -888,26 +888,26 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
     ("written", "expected"),
     [
         (
-            "engine_args = { stream_interval = 8 }",
-            ".engine_args.stream_interval: cannot be set: tokens that vLLM holds back would be"
+            "vllm = { stream_interval = 8 }",
+            ".vllm.stream_interval: cannot be set: tokens that vLLM holds back would be"
             " attributed to the next weight version; remove this key",
         ),
         (
-            "engine_args.speculative_config.method = 'ngram'",
-            ".engine_args.speculative_config: cannot be set: a draft model would get no new weights; remove this key",
+            "vllm.speculative_config.method = 'ngram'",
+            ".vllm.speculative_config: cannot be set: a draft model would get no new weights; remove this key",
         ),
         (
-            "engine_args = { logprobs_mode = 'raw_logprobs' }",
-            ".engine_args.logprobs_mode: cannot be set: the trainer needs the"
+            "vllm = { logprobs_mode = 'raw_logprobs' }",
+            ".vllm.logprobs_mode: cannot be set: the trainer needs the"
             " log-probabilities of the distribution that was sampled; remove this key",
         ),
         (
-            "engine_args = { tensor_parallel_size = 0 }",
-            ".engine_args.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+            "vllm = { tensor_parallel_size = 0 }",
+            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
         ),
         (
-            "engine_args = { tensor_parallel_size = true }",
-            ".engine_args.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
+            "vllm = { tensor_parallel_size = true }",
+            ".vllm.tensor_parallel_size: must be a whole number, 1 or more: the GPUs that share the model",
         ),
         (
             "gpus = 4",
@@ -915,13 +915,13 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
             " tensor_parallel_size and gpus the same number",
         ),
         (
-            "engine_args = { tensor_parallel_size = 8 }\ngpus = 4",
-            ".engine_args.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
+            "vllm = { tensor_parallel_size = 8 }\ngpus = 4",
+            ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
             " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number",
         ),
-        ("engine_args = { tensor_parallel_size = 4 }\ngpus = 4", ""),
-        ("engine_args = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
-        ("command = ['mine']\nengine_args = { stream_interval = 8 }", ""),
+        ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
+        ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
+        ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
     ],
 )
 def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
@@ -940,14 +940,14 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
     [
         (
             "replicas = 2",
-            "engine_args = { max_num_seqs = 8 }",
-            "job.toml:17: roles.rollout.engine_args: has no effect with engine"
+            "vllm = { max_num_seqs = 8 }",
+            "job.toml:17: roles.rollout.vllm: has no effect with engine"
             ' = "torch"; remove this key, or write engine = "vllm"',
         ),
         (
             "replicas = 2",
-            "vllm = { max_num_seqs = 8 }",
-            'job.toml:17: roles.rollout.vllm: was renamed; write "engine_args" instead',
+            "engine = 'mine:Engine'\nvllm = { max_num_seqs = 8 }",
+            "job.toml:18: roles.rollout.vllm: has no effect with an engine of your own; remove this key",
         ),
         (
             "replicas = 2",

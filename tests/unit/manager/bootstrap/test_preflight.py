@@ -103,7 +103,7 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
 
 def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
-    three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nengine_args = { tensor_parallel_size = 3 }'
+    three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
     results = problems_of(
         lab,
         {
