@@ -46,12 +46,6 @@ def stamp_of(line: bytes) -> bytes:
     return line[:STAMP_BYTES] if _STAMPED.match(line) else b""
 
 
-def last_stamp(lines: bytes) -> bytes:
-    """Return the time stamp of the last line in ``lines`` (whole lines), or b"" if this line has no time stamp."""
-    start = lines.rfind(b"\n", 0, -1) + 1
-    return stamp_of(lines[start : start + STAMP_BYTES + 1])
-
-
 def seconds_of(stamp_text: bytes) -> float:
     """Return a time stamp as seconds since the epoch.
 

@@ -109,8 +109,8 @@ class ClusterTable(Table):
     """With form "replica": time from the first request until the run gives its nodes back and ends, if the trainer or
     min_replicas of a role still lack nodes."""
     reader: Literal["auto", "commands", "pyslurm"] = "auto"
-    """How the manager reads Slurm: by its commands, or by pyslurm in a child process. auto: pyslurm if it is installed,
-    was built for this version of Slurm, and a first comparison gives equal values (docs/sites.md)."""
+    """How the manager reads Slurm: by its commands, or by pyslurm in a child process. auto: pyslurm if it is installed
+    and was built for this version of Slurm (docs/sites.md)."""
     one_node_components: bool = False
     """With form "hetjob": allow components of one node. Slurm kills such a component when a node of another component
     fails (measured on 22.05, 24.11 and 26.05)."""

@@ -1,8 +1,8 @@
 """Choose between Slurm's commands and pyslurm (``[cluster] reader``), and keep the choice until pyslurm fails.
 
-``auto`` takes pyslurm if it is installed, was built for the version that slurmctld runs, and gave the same values as
-the commands in a first comparison. ``pyslurm`` uses pyslurm, if installed, without comparing. With both settings, the
-commands take over after :data:`MAX_CHILD_FAILURES` failures of the child process, for the rest of the manager's epoch.
+``auto`` takes pyslurm if it is installed and was built for the version that slurmctld runs. ``pyslurm`` uses pyslurm,
+if installed, for any version. With both settings, the commands take over after :data:`MAX_CHILD_FAILURES` failures of
+the child process, for the rest of the manager's epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from ....core.types import NodeName
@@ -34,16 +33,6 @@ LARGE_QUEUE_JOBS = 500
 """Number of jobs of all users above which squeue reads the jobs. slurmctld sends squeue only the jobs of this user, but
 it sends pyslurm the jobs of all users. With 500 jobs of other users, each read costs about 1 ms of CPU with either
 reader (docs/sites.md)."""
-FIRST_LOOKS = 3
-"""Number of comparisons of pyslurm with the commands before pyslurm is chosen. A difference counts only if all
-comparisons show it, because the cluster may change between the reads of the two readers."""
-FIRST_LOOK_PAUSE_S = 1.0
-"""Seconds between one of these comparisons (:data:`FIRST_LOOKS`) and the next."""
-SHOWN_DIFFERENCES = 2
-"""Maximum number of differences between the readers that the reason of a choice names; a large cluster may have
-thousands."""
-CLOCK_DIFFERENCE_S = 5.0
-"""Seconds by which the time left of a job may differ between two readers that read one after the other."""
 
 _log = logging.getLogger("rrl.manager")
 T = TypeVar("T")
@@ -71,7 +60,7 @@ async def choose_reader(
         module: the module that is used as pyslurm (for tests).
 
     Raises:
-        Unanswered: Slurm's commands got no answer, so the readers cannot be compared.
+        Unanswered: Slurm's commands got no answer, so the versions cannot be compared.
         Refused: Slurm's commands cannot be run.
     """
     if setting == "commands":
@@ -85,16 +74,11 @@ async def choose_reader(
         if setting == "pyslurm":
             return Choice(by_pyslurm, f'pyslurm {version}: [cluster] reader = "pyslurm"')
         slurm = (await by_commands.config()).version
-        if _release(version) != _release(slurm):
-            reason = f"pyslurm {version} was not built for Slurm {slurm}"
-        elif differences := await _first_looks(by_commands, by_pyslurm):
-            more = f"; {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
-            shown = "; ".join(differences[:SHOWN_DIFFERENCES])
-            reason = f"pyslurm {version} gave other values in the first comparison: {shown}{more}"
-        else:
-            return Choice(by_pyslurm, f"pyslurm {version}: a first comparison gave equal values for both readers")
+        if _release(version) == _release(slurm):
+            return Choice(by_pyslurm, f"pyslurm {version}: it was built for Slurm {slurm}")
+        reason = f"pyslurm {version} was not built for Slurm {slurm}"
     except ChildFailed as error:
-        reason = f"pyslurm failed in the first comparison: {error}"
+        reason = f"pyslurm does not start: {error}"
     except BaseException:
         await by_pyslurm.close()
         raise
@@ -192,38 +176,3 @@ class SelectedReader:
 def _release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: (22, 5) for 22.05.8 and for 22.5.3."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-async def _first_looks(one: SlurmReader, other: SlurmReader) -> list[str]:
-    """Return a text for each difference between two readers that appears in every one of several comparisons."""
-    remaining: dict[str, str] | None = None
-    for attempt in range(FIRST_LOOKS):
-        if attempt:
-            await asyncio.sleep(FIRST_LOOK_PAUSE_S)
-        expected, found = await look(one), await look(other)
-        differing = {
-            name: f"{name}: {found.get(name)} instead of {expected.get(name)}"
-            for name in sorted(expected.keys() | found.keys())
-            if not same_value(expected.get(name), found.get(name))
-        }
-        remaining = {name: text for name, text in differing.items() if remaining is None or name in remaining}
-        if not remaining:
-            return []
-    return list((remaining or {}).values())
-
-
-async def look(reader: SlurmReader) -> dict[str, Struct]:
-    """Return all values that a reader reads, by name: the configuration, and each job, step and node."""
-    values: dict[str, Struct] = {"configuration": await reader.config()}
-    values |= {f"job {job.id}": job for job in await reader.jobs()}
-    values |= {f"step {step.id}": step for step in await reader.steps()}
-    return values | {f"node {name}": status for name, status in (await reader.nodes(None)).items()}
-
-
-def same_value(expected: Struct | None, found: Struct | None) -> bool:
-    """Return whether two readers read the same value; a job's time left may differ by :data:`CLOCK_DIFFERENCE_S`."""
-    if isinstance(expected, Job) and isinstance(found, Job):
-        left, other = expected.time_left_s, found.time_left_s
-        if left is not None and other is not None and abs(left - other) <= CLOCK_DIFFERENCE_S:
-            found = msgspec.structs.replace(found, time_left_s=left)
-    return expected == found

@@ -1,1 +1,1 @@
-"""The log of a role: rate limit, timestamps and rotation of its file, and the newest lines sent to the manager."""
+"""The log of a role: rate limit, timestamps and rotation of its file."""

@@ -10,14 +10,14 @@ import re
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from ....core.log_lines import STAMP_BYTES, stamp_of
+from ....core.log_lines import STAMP_BYTES, missing_notice, stamp_of
 from ....core.text import last_lines
 from ..end_report import users_place
-from .backlog import Backlog
 from .files import LineTimestamper, RateLimiter, RotatingLog
 
 MAX_QUEUED_BYTES = 4 * 2**20
@@ -37,6 +37,57 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 """Pattern of a frame in a Python traceback."""
 _READ_BYTES = 64 * 2**10
 _WRITE_BYTES = 256 * 2**10
+
+
+class Backlog:
+    """The newest lines of a log that its file does not have yet, at most ``bound`` bytes. Thread-safe and non-blocking.
+
+    Lines that exceed the bound are dropped, oldest first; one line with the number of dropped bytes replaces them.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._chunks: deque[bytes] = deque()
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._missing_at = b""
+        self.size = 0
+        """Bytes that are stored."""
+
+    def put(self, lines: bytes) -> None:
+        """Add whole lines, each with a timestamp."""
+        with self._lock:
+            self._chunks.append(lines)
+            self.size += len(lines)
+            while self.size > self._bound:
+                oldest, excess = self._chunks.popleft(), self.size - self._bound
+                cut = oldest.find(b"\n", excess - 1) + 1 or len(oldest)
+                self.size -= cut
+                self._missing += cut
+                last = oldest.rfind(b"\n", 0, cut - 1) + 1
+                self._missing_at = oldest[last : last + STAMP_BYTES]
+                if rest := oldest[cut:]:
+                    self._chunks.appendleft(rest)
+
+    def pop_oldest(self, max_bytes: int) -> bytes:
+        """Remove and return the oldest lines, about ``max_bytes`` but at least one line; b"" if there are none."""
+        with self._lock:
+            chunks: list[bytes] = []
+            if self._missing:
+                chunks.append(b"%s %s\n" % (self._missing_at, missing_notice(self._missing)))
+                self._missing = 0
+            remaining = max_bytes
+            while self._chunks and remaining > 0:
+                chunk = self._chunks.popleft()
+                if len(chunk) > remaining:
+                    cut = (chunk.rfind(b"\n", 0, remaining) + 1) or (0 if chunks else chunk.find(b"\n") + 1)
+                    if chunk[cut:]:
+                        self._chunks.appendleft(chunk[cut:])
+                    chunk, remaining = chunk[:cut], 0
+                chunks.append(chunk)
+                self.size -= len(chunk)
+                remaining -= len(chunk)
+            return b"".join(chunks)
 
 
 class LogPump:

@@ -46,8 +46,7 @@ class Control(Struct):
     """Moment of the recording whose objects are returned."""
     behaviour: str = ""
     """If empty, a read returns the recording. ``hang``: it never returns. ``die``: it ends the process. ``late``: it
-    returns after ``late_s`` seconds. ``garbage``: it returns a job in a state that does not exist. ``lie``: it returns
-    nodes as up although they are down."""
+    returns after ``late_s`` seconds. ``garbage``: it returns a job in a state that does not exist."""
     import_behaviour: str = ""
     """Behaviour of the import: ``hang``, ``die``, or empty for a successful import."""
     version: str = ""
@@ -93,8 +92,6 @@ def _objects(kind: str) -> list[Any]:
         rows = [*rows, *({**foreign, "id": 10_000 + number} for number in range(control.queue_length))]
         if control.behaviour == "garbage":
             rows = [{**row, "state": "FLYING"} for row in rows]
-    if kind == "nodes" and control.behaviour == "lie":
-        rows = [{**row, "state": "IDLE", "reason": None} for row in rows]
     return [RecordedObject(row, recording["user"]) for row in rows]
 
 

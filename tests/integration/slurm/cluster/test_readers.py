@@ -27,7 +27,7 @@ from rrl.cluster.slurm.readers.base import NotPermitted, SlurmReader
 from rrl.cluster.slurm.readers.child_process import PyslurmChild
 from rrl.cluster.slurm.readers.command_reader import CommandReader
 from rrl.cluster.slurm.readers.pyslurm_reader import PyslurmReader
-from rrl.cluster.slurm.readers.selection import choose_reader, look, same_value
+from rrl.cluster.slurm.readers.selection import choose_reader
 from rrl.core.types import NodeName
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
@@ -41,6 +41,7 @@ from rrl.tests.support.slurm_readers.cluster_states import (
     Jobs,
     states,
 )
+from rrl.tests.support.slurm_readers.comparison import look, same_value
 from rrl.tests.support.slurm_readers.pyslurm_pair import mismatch
 
 WITH_PYSLURM = mismatch() is None

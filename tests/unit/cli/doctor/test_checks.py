@@ -410,7 +410,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.steps", WARN, "100", config(MaxStepCount="100")),
     ("slurm.private", WARN, "nodes", config(PrivateData="jobs,nodes")),
     ("slurm.reader", OK, "is not installed", slurm()),
-    ("slurm.reader", OK, "same values", slurm(reader=Reader("pyslurm 22.5.3: same values", False))),
+    ("slurm.reader", OK, "built for", slurm(reader=Reader("pyslurm 22.5.3: it was built for Slurm 22.05.8", False))),
     ("slurm.reader", WARN, "not built for", slurm(reader=Reader("the commands: not built for Slurm 26.05", True))),
     ("slurm.filters", WARN, "lua", config(JobSubmitPlugins="lua")),
     ("slurm.prolog", OK, "no prolog", config(Prolog="")),
