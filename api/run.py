@@ -112,20 +112,16 @@ class Run:
         for rows in step_rows(self._run_dir, follow=follow):
             yield from rows
 
-    def report(self, clean: Run | None = None) -> RunReport:
+    def report(self) -> RunReport:
         """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).
 
-        Args:
-            clean: A run of the same job without faults, standby processes and snapshots, with which the report compares
-                this run (strict ETTR).
-
         Raises:
-            UsageError: The journal of a run is damaged or empty.
-            OperationFailed: A run cannot be read.
+            UsageError: The journal of the run is damaged or empty.
+            OperationFailed: The run cannot be read.
         """
         from .accounts import account_of
 
-        return account_of(self._run_dir).report(None if clean is None else account_of(clean._run_dir))
+        return account_of(self._run_dir).report()
 
     def wait(self) -> Summary:
         """Wait until the run has completed, and return its summary (``summary.json``).

@@ -1,5 +1,8 @@
 """Computes figures of a run of benchmarks/ettr.py from its journal. Only :func:`outages` also reads the trainer's logs.
 
+For comparison with RobustRL's paper (docs/sources.md) there are also its definition of ETTR, and rrl's ETTR over a
+sliding window.
+
 The clock of a run starts when its trainer first trains, and stops when its last step is committed. The lost time by
 cause and stage is that of ``rrl report`` (rrl.manager.reporting.accounting).
 """
@@ -7,16 +10,28 @@ cause and stage is that of ``rrl report`` (rrl.manager.reporting.accounting).
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from rrl.benchmarks._ettr_faults import Kill, Target
 from rrl.benchmarks.restart import restored_step
+from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
-from rrl.core.types import TRAINER, Incarnation
+from rrl.core.types import TRAINER, Incarnation, role_of
 from rrl.manager.model import events as ev
+from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
+from rrl.manager.reporting.accounting.run_report import Account as RunAccount
 from rrl.manager.reporting.accounting.run_report import account
+
+WINDOW_S = 300.0
+"""Shortest window (s) of the sliding ETTR: the five minutes of RobustRL's figures (docs/sources.md)."""
+MAX_WINDOWS = 240
+"""Maximum number of points of the sliding ETTR. A run that is longer than this many windows gets longer windows."""
+MIN_WINDOWS = 10
+"""Minimum number of points of the sliding ETTR. A run that is shorter than this many windows gets shorter windows."""
 
 
 class Outage(Struct, frozen=True):
@@ -34,7 +49,9 @@ class Account(Struct, frozen=True):
     """Figures of a run as ``rrl report`` computes them."""
 
     estimate: float | None = None
-    """Estimate of the strict ETTR from this run alone."""
+    """rrl's ETTR, which estimates the strict ETTR from this run alone."""
+    robustrl: float | None = None
+    """RobustRL's ETTR; None in samples of earlier versions."""
     lost: dict[str, dict[str, float]] = {}
     """Seconds lost, by cause and stage."""
     window_s: float = 0.0
@@ -103,15 +120,75 @@ def trained_again(events: Iterable[ev.Stamped], kill: Kill) -> tuple[float, Inca
 
 def account_of(events: Sequence[ev.Stamped], began: float) -> Account:
     """Return the figures of ``rrl report`` for a run whose trainer first trained at ``began`` (s)."""
-    report = account(events).report()
+    found = account(events)
+    report = found.report()
+    window_s, sliding = sliding_ettr(found.steps)
     return Account(
-        report.ettr_estimate,
+        report.ettr,
+        round(robustrl_ettr(found), 4),
         {loss.cause: loss.stages for loss in report.lost},
-        report.window_s,
-        tuple((round(point.at - began, 2), round(point.share, 4)) for point in report.sliding),
+        round(window_s, 2),
+        tuple((round(at - began, 2), round(share, 4)) for at, share in sliding),
         tuple(round(point.value, 4) for point in report.curves.reward),
         tuple((round(point.at - began, 2), round(point.value, 1)) for point in report.curves.tokens_per_second),
     )
+
+
+def robustrl_ettr(run: RunAccount) -> float:
+    """Return RobustRL's ETTR from the first commit on: the share of the time in which training went on.
+
+    Time in which all members of the trainer work counts fully. While they do not, time counts by the share of the
+    working rollouts in the GPUs of trainer and rollouts (in the nodes in a job without GPUs).
+    """
+    weights = run.reserved.weights
+    members = Counter({role.name: role.replicas * role.ranks for role in run.job.roles if role.name in weights})
+    (trainer,) = (role.name for role in run.job.kind("trainer"))
+    began, until = run.steps.steps[0].at, run.now
+    changes = []
+    for lane in run.lanes.lanes.values():
+        role = role_of(lane.replica)
+        for since, end, activity in zip(lane.starts, [*lane.starts[1:], until], lane.activities, strict=True):
+            if role in members and phase(activity.phase).useful and max(since, began) < end:
+                changes += [(max(since, began), 1, role), (end, -1, role)]
+    effective, before, at_work = 0.0, began, Counter[str]()
+    for at, change, role in sorted(changes):
+        working = sum(weights[name] * count for name, count in at_work.items() if name != trainer)
+        whole = sum(weights[name] * count for name, count in members.items())
+        effective += (at - before) * (1.0 if at_work[trainer] == members[trainer] else working / whole)
+        at_work[role] += change
+        before = at
+    return effective / (until - began)
+
+
+def sliding_ettr(steps: CommittedSteps) -> tuple[float, list[tuple[float, float]]]:
+    """Return the length of the window (s), and (end of the window in s, its ETTR) at regular intervals.
+
+    The first window begins with the first ``train``, and the last window ends with the newest commit. The result is
+    (0, []) if no step is undisturbed.
+    """
+    medians = steps.medians
+    if medians is None or steps.began is None or steps.wall_s <= 0:
+        return 0.0, []
+    window_s = min(max(WINDOW_S, steps.wall_s / MAX_WINDOWS), steps.wall_s / MIN_WINDOWS)
+    times, totals = [steps.began], [0.0]
+    for step in steps.steps:
+        useful = step.useful_s(medians)
+        since, until = max(step.attempt_since, times[-1]), max(step.attempt_until, times[-1])
+        times += [since, until]
+        totals += [totals[-1], totals[-1] + useful]
+
+    def total(at: float) -> float:
+        index = bisect_right(times, at) - 1
+        if index + 1 >= len(times):
+            return totals[-1]
+        span_s = times[index + 1] - times[index]
+        part = (at - times[index]) / span_s if span_s else 0.0
+        return totals[index] + part * (totals[index + 1] - totals[index])
+
+    count = min(MAX_WINDOWS, max(MIN_WINDOWS, round(2 * steps.wall_s / window_s)))
+    first, last = steps.began + window_s, steps.began + steps.wall_s
+    points = (first + (last - first) * index / (count - 1) for index in range(count))
+    return window_s, [(at, min(1.0, (total(at) - total(at - window_s)) / window_s)) for at in points]
 
 
 def lost_by_stage(samples: Sequence[Sample]) -> dict[str, float]:

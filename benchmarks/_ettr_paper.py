@@ -74,11 +74,12 @@ EXPERIMENTS: Mapping[str, Callable[[Runs], None]] = {
 
 
 def print_experiments(samples: Sequence[Sample]) -> None:
-    """Print duration, strict ETTR, its estimate and median outage of each arm under each plan."""
+    """Print duration, strict ETTR, its estimate, RobustRL's ETTR and median outage of each arm under each plan."""
     rows = []
     for plan, arm in dict.fromkeys((each.plan, each.arm) for each in samples if each.arm != "clean"):
         own = [each for each in samples if (each.plan, each.arm) == (plan, arm)]
         estimates = [each.account.estimate for each in own if each.account.estimate is not None]
+        robustrl = [each.account.robustrl for each in own if each.account.robustrl is not None]
         outage_s = outage_median(own, arm)
         rows.append(
             [
@@ -87,10 +88,11 @@ def print_experiments(samples: Sequence[Sample]) -> None:
                 f"{statistics.median(each.seconds for each in own):.1f}",
                 f"{statistics.median(strict(each, samples) for each in own):.3f}",
                 f"{statistics.median(estimates):.3f}" if estimates else "-",
+                f"{statistics.median(robustrl):.3f}" if robustrl else "-",
                 "-" if outage_s is None else f"{outage_s:.2f}",
             ]
         )
-    print_table(["plan", "arm", "clock s", "strict ETTR", "estimate", "outage s"], rows)
+    print_table(["plan", "arm", "clock s", "strict ETTR", "estimate", "RobustRL's", "outage s"], rows)
 
 
 def print_stages(samples: Sequence[Sample]) -> None:

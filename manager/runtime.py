@@ -67,7 +67,7 @@ from .planner import plan
 from .planner.peer_directory import PeerDirectory, build_directory
 from .planner.shutdown import final_reason
 from .reporting.metrics import TokenCounter
-from .reporting.observers import EventObservers
+from .reporting.observers import EttrEstimator, EventObservers
 from .reporting.summary import write_summary
 from .storage import resume_request
 from .storage.journal import Journal
@@ -186,6 +186,7 @@ class Manager:
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # the manager's time never goes back
         self._observers = EventObservers(run, self._spec, self._lease, self._journal, self.now, self._tokens.total)
         stack.push_async_callback(self._observers.close)
+        self._ettr = EttrEstimator(run, self.record)
         self._listener = await Listener.open(
             RunKeys.load(run.keys), msg.ToManager, epoch=self._lease.epoch, host=self._host, bounds=MANAGER_BOUNDS
         )
@@ -227,6 +228,7 @@ class Manager:
             _retry_forever(lambda: self._poller.run(self._after_poll)),
             self._renew_lease_loop(),
             _retry_forever(self._commands_loop),
+            _retry_forever(self._ettr.run),
         )
         self._background_tasks = [asyncio.create_task(loop) for loop in loops]
         stack.push_async_callback(_cancel_all, self._background_tasks)
@@ -516,6 +518,8 @@ class Manager:
         assert verdict is not None
         if self.state.outcome is None:
             self._message_handler.clock_recorder.record()
+            await self._flush()
+            await self._ettr.estimate()
             self.record(ev.RunEnded(verdict.outcome, final_reason(self.state)))
         while not await self._flush():
             await asyncio.sleep(FLUSH_INTERVAL_S)

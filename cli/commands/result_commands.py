@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import Json, NamedRun, Run
-from ..common.completion import runs, selectors
+from ..common.completion import selectors
 from .app import app
 
 
@@ -152,16 +152,6 @@ def report(
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="A second run, to compare.", show_default=False)
     ] = None,
-    clean: Annotated[
-        str | None,
-        typer.Option(
-            "--clean",
-            metavar="RUN",
-            show_default=False,
-            autocompletion=runs,
-            help="A run of the same job without faults and protection, for the strict ETTR.",
-        ),
-    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write one HTML page instead.", show_default=False)
     ] = None,
@@ -176,11 +166,10 @@ def report(
     rrl report quick                        how the time of a run was used
     rrl report quick --html quick.html      the same as a page
     rrl report quick slow                   two runs side by side
-    rrl report quick --clean undisturbed    with the strict ETTR
     """
     from ..results import reports as command
 
-    raise typer.Exit(command.report(run, other, clean, html, json=json))
+    raise typer.Exit(command.report(run, other, html, json=json))
 
 
 @app.command(short_help="Explain why a run was repaired, moved or ended.")

@@ -21,7 +21,7 @@ from ...core.types import UsageError
 
 PLAIN_WIDTH = 100
 """Width (columns) of output that does not go to a terminal."""
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 """Version of the form of all JSON outputs (docs/json.md). Every object has this version in its key ``schema``. The
 version is increased when a key is removed or changes its meaning; a new key does not change it."""
 

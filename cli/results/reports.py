@@ -26,13 +26,12 @@ class ReportDocument(Struct, frozen=True):
     """The report of each run, in the order of the command line."""
 
 
-def report(run: str | None, other: str | None, clean: str | None, html: Path | None, *, json: bool) -> int:
+def report(run: str | None, other: str | None, html: Path | None, *, json: bool) -> int:
     """Print the reports, or write them into an HTML file; returns exit code 0.
 
     Args:
         run: The run.
         other: A second run, which is shown beside it.
-        clean: A run without faults and protection, against which the strict ETTR of both runs is computed.
         html: File to write; None prints a table, or JSON.
         json: Whether to print JSON.
 
@@ -44,8 +43,7 @@ def report(run: str | None, other: str | None, clean: str | None, html: Path | N
         raise UsageError("--json and --html exclude each other; write one of them")
     gc.disable()  # a long journal makes millions of objects that stay in use: garbage collection would free nothing
     runs = [find_run(run), *([find_run(other)] if other is not None else [])]
-    clean_account = None if clean is None else account_of(find_run(clean))
-    reports = [account_of(one).report(clean_account) for one in runs]
+    reports = [account_of(one).report() for one in runs]
     if html is not None:
         _write_page(reports, html)
         print_line(f"{html}: the report of {' and '.join(one.run for one in reports)}")

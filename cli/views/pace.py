@@ -10,6 +10,7 @@ from rich.text import Text
 from ...core.run_spec import RoleSpec
 from ...core.text import span
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
+from ...manager.model.figures.step_times import seconds_per_step
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ...manager.model.queries import weights_lag_steps
 from ...manager.model.state import Evaluation, State
@@ -72,8 +73,7 @@ class Pace(Struct, frozen=True):
     seconds_left: float | None
     """Seconds until the last step at this pace; None once the end of the run is decided, and without a manager."""
     ettr: float | None
-    """Share of the run's time that was effective training."""
-    ettr_last_hour: float | None
+    """Effective training time ratio of the run (docs/report.md); None until one step is undisturbed."""
     weights_lag_steps: int | None
     """Training steps by which the rollout with the oldest weights is behind the trainer."""
 
@@ -83,14 +83,11 @@ def pace_of(state: State, now: float, frozen: bool = False) -> Pace:
 
     With ``frozen``, no manager records the run's progress any more, and ``seconds_left`` is unknown.
     """
-    until = now if state.ended is None else state.ended
-    training, run_seconds = state.training_time, state.run_seconds(until)
-    step_s, lag = training.seconds_per_step, weights_lag_steps(state)
+    step_s, lag = seconds_per_step(state.commits), weights_lag_steps(state)
     return Pace(
         step_s,
         step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None and not frozen else None,
-        training.seconds(until) / run_seconds if training.began is not None and run_seconds > 0 else None,
-        None if state.outcome is not None else training.recent_share(until),
+        state.ettr,
         None if lag is None else lag[1],
     )
 
@@ -107,9 +104,8 @@ def progress_figures(state: State, now: float, frozen: bool = False) -> list[Tex
         found.append(Text(f"{seconds:.3g} s a step" if seconds < 1000 else f"{span(seconds)} a step"))
         if pace.seconds_left is not None and state.outcome is None and state.step < state.job.steps:
             found.append(_time_left(pace.seconds_left, state.ends_at - now))
-    if pace.ettr is not None and state.step:
-        text, recent = f"ETTR {percent(min(1.0, pace.ettr))}", pace.ettr_last_hour
-        found.append(Text(text if recent is None else f"{text}, last hour {percent(recent)}"))
+    if state.step:
+        found.append(Text(f"ETTR {'–' if pace.ettr is None else percent(pace.ettr)}"))
     return found
 
 

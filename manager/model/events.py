@@ -330,6 +330,15 @@ class GpuUseRecorded(Struct, frozen=True, tag=True):
     nodes: dict[NodeName, GpuUse]
 
 
+class EttrEstimated(Struct, frozen=True, tag=True):
+    """The effective training time ratio as of the newest commit, recorded at intervals and at the end of the run.
+
+    It is computed from all earlier events of the run; the record shows it to those who know only the state.
+    """
+
+    ettr: float
+
+
 class RunEnded(Struct, frozen=True, tag=True):
     """Last record of a run: everything is released."""
 
@@ -369,6 +378,7 @@ Event = (
     | Evaluated
     | ValuesLogged
     | GpuUseRecorded
+    | EttrEstimated
     | RunEnded
 )
 

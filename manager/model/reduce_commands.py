@@ -8,7 +8,6 @@ from ...core.run_spec import RunSpec
 from ...core.types import ReplicaId, gang_of, is_support, member_id, replica_id
 from . import events as ev
 from .actions import RestartAll
-from .figures import training_time
 from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
 from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
 from .state import Allocation, Node, Replica, State, Status
@@ -94,7 +93,7 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
         node_commands={},
         full_restarts=(),
         baselines={},
-        training_time=training_time.resumed(state.training_time, at),
+        commits=(),
         gpu_use={},
     )
 

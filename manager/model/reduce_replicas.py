@@ -13,6 +13,7 @@ from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
 from .figures import idle_times, stream_figures
 from .figures.reward_curve import add_step
+from .figures.step_times import with_commit
 from .figures.token_ages import with_step
 from .queries import current_owner, is_batch_role, members, most_severe, reached_step, returned_early, starts_ended_by
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
@@ -431,6 +432,7 @@ def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State
         state = replace(state, step=event.step, metrics=event.metrics)
     return replace(
         state,
+        commits=with_commit(state.commits, state.step, at) if event.completes_commit else state.commits,
         rewards=add_step(state.rewards, event.step, event.metrics.get("reward")),
         idle_times=idle_times.with_step(state.idle_times, event.metrics),
         stream_figures=stream_figures.with_step(state.stream_figures, event.metrics),

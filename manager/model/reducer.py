@@ -25,7 +25,7 @@ from .actions import (
     Undrain,
     fault_tag,
 )
-from .figures import idle_times, training_time
+from .figures import idle_times
 from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,
@@ -58,7 +58,6 @@ from .reduce_replicas import (
     on_version_available,
     with_replica,
 )
-from .reduce_training import on_work_changed
 from .state import MAX_EVALUATIONS, Evaluation, PendingIntent, Replica, State
 from .table import put, without
 
@@ -79,15 +78,13 @@ def fold(state: State | None, stamped: ev.Stamped) -> State:
     elif state is None:
         raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
     else:
-        before = state
-        state = _REDUCERS[type(event)](before, at, event)
-        state = on_work_changed(before, state, at, event)
+        state = _REDUCERS[type(event)](state, at, event)
     return replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
 
 
 def _on_run_started(event: ev.RunStarted, at: float) -> State:
     replicas = {id: Replica(id, since=at, down_since=at) for id in members_of(event.job)}
-    return State(run=event.run, job=event.job, started=at, replicas=replicas, training_time=training_time.begun(at))
+    return State(run=event.run, job=event.job, started=at, replicas=replicas)
 
 
 def _if_current(reduce_one: _Reducer) -> _Reducer:
@@ -245,6 +242,10 @@ def _on_gpu_use_recorded(state: State, at: float, event: ev.GpuUseRecorded) -> S
     return replace(state, gpu_use=event.nodes, gpu_use_at=at)
 
 
+def _on_ettr_estimated(state: State, at: float, event: ev.EttrEstimated) -> State:
+    return replace(state, ettr=event.ettr)
+
+
 def _on_cluster_unknown(state: State, at: float, event: ev.ClusterUnknown) -> State:
     return replace(state, cluster_unknown=event.why, cluster_unknown_since=event.since)
 
@@ -284,5 +285,6 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.Evaluated: _on_evaluated,
     ev.ValuesLogged: _on_values_logged,
     ev.GpuUseRecorded: _on_gpu_use_recorded,
+    ev.EttrEstimated: _on_ettr_estimated,
     ev.RunEnded: _on_run_ended,
 }

@@ -35,9 +35,9 @@ from ...health.detection.baselines import RoleBaseline
 from .actions import ExternalAction, Finish
 from .figures.idle_times import IdleTimes
 from .figures.reward_curve import Rewards
+from .figures.step_times import Commit
 from .figures.stream_figures import EpisodeFigures, StreamFigures
 from .figures.token_ages import TokenAges
-from .figures.training_time import TrainingTime
 
 NEVER_APPEARED = "its step never appeared"
 """Detail text of a launch that the cluster accepted, but whose step never reported to the manager and was never listed
@@ -389,7 +389,10 @@ class State(Struct, frozen=True, dict=True):
     idle_times: IdleTimes = IdleTimes()
     stream_figures: StreamFigures = StreamFigures()
     episode_figures: EpisodeFigures = EpisodeFigures()
-    training_time: TrainingTime = TrainingTime()
+    commits: tuple[Commit, ...] = ()
+    """The newest commits since the run began or was resumed, in the order of their steps."""
+    ettr: float | None = None
+    """Effective training time ratio at the newest record of it; None until one step is undisturbed."""
     gpu_use: dict[NodeName, GpuUse] = {}
     """Use of the GPUs by node: the newest record, which has only nodes that reported since the record before it."""
     gpu_use_at: float = 0.0

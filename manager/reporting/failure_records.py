@@ -86,17 +86,6 @@ class Outage(Struct, frozen=True):
         return self.gpus * max(0.0, until - self.since)
 
 
-class WorkChange(Struct, frozen=True):
-    """A member began or stopped working at a time (s).
-
-    A stop may lie in the past. The time after such a stop no longer counts as work.
-    """
-
-    replica: ReplicaId
-    at: float
-    working: bool
-
-
 class Changes(Struct):
     """What one event changed in the timeline."""
 
@@ -106,7 +95,6 @@ class Changes(Struct):
     """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []
     """Outages that ended, each with True if the replica has recovered, or False if the run has ended."""
-    work: list[WorkChange] = []
 
 
 class InjectedFault(Struct):

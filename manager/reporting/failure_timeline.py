@@ -30,23 +30,20 @@ cleared and every fault that is in effect, but not the failures recorded earlier
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from ...core.launch import ExitReason
-from ...core.phases import phase
 from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, is_support, role_of
 from ..model import events as ev
 from ..model.actions import Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll, StopStep
 from ..model.queries import first_symptom_at
 from ..model.reduce_nodes import DRAIN, UNDRAIN
-from ..model.reduce_training import works
 from ..model.state import State, Status
-from .failure_records import Changes, Diagnosis, Failure, InjectedFaults, Outage, WorkChange
+from .failure_records import Changes, Diagnosis, Failure, InjectedFaults, Outage
 
 _NO_CHANGES = Changes()
 
@@ -64,10 +61,6 @@ class FailureTimeline:
         """Outages of the replicas that are down."""
         self.lost_gpu_seconds = 0.0
         """GPU time (s) lost in outages that have ended."""
-        self.working: dict[ReplicaId, Incarnation] = {}
-        """Incarnation of each member that is in a useful phase."""
-        self.at_work: Counter[str] = Counter()
-        """Number of members in a useful phase, by role."""
         self.faults = InjectedFaults()
         self._roles: dict[str, RoleSpec] = {}
         self._ending = False
@@ -109,8 +102,6 @@ class FailureTimeline:
                 self._stop_requested.add(incarnation)
             if self._ending or is_support(replica.id):
                 continue
-            if works(state, replica):
-                self._begin_work(incarnation, state.at)
             waiting = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING)
             if waiting and replica.ever_joined:  # the replica worked under an earlier manager
                 self._begin_outage(incarnation, replica.down_since)
@@ -208,7 +199,7 @@ class FailureTimeline:
     def _on_step_ended(self, event: ev.StepEnded, at: float) -> Changes | None:
         incarnation = self._steps.get(event.step, event.incarnation)
         self._step_ended.setdefault(incarnation, at)
-        changes = Changes(work=self._end_work(incarnation, at))
+        changes = Changes()
         requested = self._ending or incarnation in self._stop_requested or event.reason is ExitReason.STOPPED
         if not requested and event.code != 0:
             changes.failures = [self._record(incarnation, at, ended=True)]
@@ -263,14 +254,11 @@ class FailureTimeline:
                 repaired.rung = fence.rung
             stopped_at = failure.diagnosis.symptom_at
         if not support:
-            if self._newest.get(incarnation.replica) == incarnation:
-                changes.work += self._end_work(incarnation, at)
-                changes.work.append(WorkChange(incarnation.replica, min(stopped_at, at), False))
             self._begin_outage(incarnation, stopped_at)
         self._retire(incarnation)
 
     def _on_finish(self, action: Finish, at: float) -> Changes:
-        """End all outages and work; if the run fails, record the current failures as the failures that ended the run.
+        """End all outages; if the run fails, record the current failures as the failures that ended the run.
 
         These failures are recorded here, because a run that is ending fences no replica.
         """
@@ -284,7 +272,7 @@ class FailureTimeline:
                     failure = self._record(incarnation, at)
                     failure.diagnosis, failure.ended_run = self._diagnose(incarnation, at), True
         outages = [(self._end_outage(replica, at), False) for replica in list(self.outages)]
-        return Changes(ended_outages=outages, work=self._end_all_work(at))
+        return Changes(ended_outages=outages)
 
     def _retire(self, incarnation: Incarnation) -> None:
         """Drop the findings about an incarnation that is no longer current."""
@@ -355,46 +343,18 @@ class FailureTimeline:
         role = self._roles.get(role_of(gang))
         return role.per_member.gpus * role.ranks if role is not None else 0
 
-    # ── work ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _on_phase_entered(self, event: ev.PhaseEntered, at: float) -> Changes | None:
-        incarnation = event.incarnation
-        if self._ending or not self._is_current(incarnation):
-            return None
-        useful = phase(event.phase).useful
-        work = self._begin_work(incarnation, at) if useful else self._end_work(incarnation, at)
-        return Changes(work=work) if work else None
-
-    def _begin_work(self, incarnation: Incarnation, at: float) -> list[WorkChange]:
-        if incarnation.replica in self.working:
-            self.working[incarnation.replica] = incarnation
-            return []
-        self.working[incarnation.replica] = incarnation
-        self.at_work[role_of(incarnation.replica)] += 1
-        return [WorkChange(incarnation.replica, at, True)]
-
-    def _end_work(self, incarnation: Incarnation, at: float) -> list[WorkChange]:
-        if self.working.get(incarnation.replica) != incarnation:
-            return []
-        del self.working[incarnation.replica]
-        self.at_work[role_of(incarnation.replica)] -= 1
-        return [WorkChange(incarnation.replica, at, False)]
-
-    def _end_all_work(self, at: float) -> list[WorkChange]:
-        return [change for incarnation in list(self.working.values()) for change in self._end_work(incarnation, at)]
-
     # ── other events ────────────────────────────────────────────────────────────────────────────────────────────────
     def _on_run_started(self, event: ev.RunStarted, at: float) -> None:
         self._roles = _roles(event.job)
         self.faults.silence = event.job.limits.silence
 
-    def _on_resumed(self, event: ev.Resumed, at: float) -> Changes:
+    def _on_resumed(self, event: ev.Resumed, at: float) -> None:
         """Reset the timeline for a resumed run, because the resume is no recovery from earlier failures."""
         self._roles, self._ending = _roles(event.job), False
         self.faults.silence = event.job.limits.silence
         self._retired.update(self._newest.values())
         for pending in (self._unjoined, self._recovering, self._standing):
             pending.clear()
-        return Changes(work=self._end_all_work(at))
 
     def _on_intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
@@ -427,7 +387,6 @@ _HANDLERS: dict[type, Callable[[FailureTimeline, Any, float], Changes | None]] =
     ev.Decided: FailureTimeline._on_decided,
     ev.Joined: FailureTimeline._on_joined,
     ev.StepEnded: FailureTimeline._on_step_ended,
-    ev.PhaseEntered: FailureTimeline._on_phase_entered,
     ev.FirstWorkDone: FailureTimeline._on_first_work,
     ev.VersionAvailable: FailureTimeline._on_version,
     ev.StepCommitted: FailureTimeline._on_step_committed,

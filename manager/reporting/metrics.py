@@ -2,7 +2,6 @@
 
 The manager serves them if ``[health] metrics`` is set. :func:`samples` is pure. It computes metrics from the state, the
 timeline of failures and :class:`RunCounters`. These counters start at 0 with each manager, as Prometheus permits.
-Unlike in ``summary.json``, effective time is not corrected by the first symptoms of failures (``effective_time``).
 Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.json.
 """
 
@@ -22,23 +21,17 @@ from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.figures.idle_times import IdleTimes, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
-from ..model.figures.training_time import effective_share
 from ..model.queries import weights_lag_steps, workers
 from ..model.state import State, Status
-from .accounting.effective_time import EffectiveSeconds
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
 
 class RunCounters:
-    """The counters of one manager.
+    """The counters of one manager, whose ``timeline`` of failures continues from the state that it restored."""
 
-    ``state`` is the state that the manager restored, and ``at`` is the time (s) of the manager's first record.
-    ``timeline`` is the timeline of failures that continues from ``state``.
-    """
-
-    def __init__(self, state: State | None, at: float, timeline: FailureTimeline) -> None:
-        self.began, self.timeline = at, timeline
+    def __init__(self, timeline: FailureTimeline) -> None:
+        self.timeline = timeline
         self.restarts: Counter[tuple[str, ...]] = Counter()
         """Restarts of replicas, by role and rung."""
         self.failures: Counter[tuple[str, ...]] = Counter()
@@ -46,9 +39,6 @@ class RunCounters:
         self.exclusions: Counter[str] = Counter()
         """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
-        self.effective = EffectiveSeconds(at)
-        if state is not None:
-            self.effective.set_share(effective_share(state.job, timeline.at_work, state.step > 0), at)
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Count an event that changed the state from ``before`` to ``after``.
@@ -62,9 +52,6 @@ class RunCounters:
             self._decided(event)
         if changes.raised is not None:
             self.failures[changes.raised.detector, changes.raised.cause.value] += 1
-        if changes.work or isinstance(event, ev.StepCommitted):
-            share = effective_share(after.job, self.timeline.at_work, after.step > 0)
-            self.effective.set_share(share, stamped.at)
 
     def _decided(self, event: ev.Decided) -> None:
         """Count exclusions and restarts."""
@@ -135,16 +122,12 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
         state.metrics.get("unscored_groups", 0.0),
     )
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
-    spent, effective = max(0.0, facts.now - counters.began), counters.effective.until(facts.now)
-    yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)
-    yield _counter(
-        "rrl_effective_seconds", "Effective training time within rrl_managed_seconds (RobustRL's ETTR).", effective
-    )
-    yield _gauge(
-        "rrl_effective_time_ratio",
-        "Share of the time so far that was effective training (RobustRL's ETTR).",
-        effective / spent if spent else 0.0,
-    )
+    if state.ettr is not None:
+        yield _gauge(
+            "rrl_effective_time_ratio",
+            "Effective training time ratio (ETTR) of the whole run; absent until one step is undisturbed.",
+            state.ettr,
+        )
     yield _counter(
         "rrl_gpu_seconds_lost",
         "GPU time lost while replicas were down, until they work again.",

@@ -1,11 +1,12 @@
 """Pass every event to the observers: the timeline of failures, the health history, the metrics and the notifications.
 
-No observer delays the manager's loop.
+:class:`EttrEstimator` reads the events from the journal. No observer delays the manager's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,13 +15,20 @@ from ...core.run_spec import RunSpec
 from ..model import events as ev
 from ..model.state import State
 from ..notifications.notifier import Notifier
-from ..storage.journal import Journal
+from ..storage.journal import EventFollower, Journal, JournalError
 from ..storage.lease import Lease
+from .accounting.committed_steps import CommittedSteps
+from .accounting.interruptions import Interruptions
 from .failure_timeline import FailureTimeline
 from .history_writer import HistoryWriter
 from .metrics import RunCounters
 from .metrics_server import MetricsServer
 
+_log = logging.getLogger("rrl.manager")
+
+ETTR_INTERVAL_S = 5.0
+"""Seconds between two estimates of the ETTR, which is only displayed. A new manager, whose first estimate reads the
+whole journal, has this time to restore the run."""
 TOKEN_COUNT_INTERVAL_S = 1.0
 """Seconds between two counts of the generated tokens. Each count visits every rollout."""
 
@@ -46,7 +54,7 @@ class EventObservers:
         self._lease, self._journal, self._now, self._tokens = lease, journal, now, tokens
         self._state = state
         self._counted_at, self._generated, self._oldest_unwritten_at = 0.0, 0, now()
-        self._counters = RunCounters(state, now(), self._timeline) if health.metrics else None
+        self._counters = RunCounters(self._timeline) if health.metrics else None
         self._server = MetricsServer(run, health.metrics, self._collect) if health.metrics else None
         self._notifier = Notifier(run, lambda: self._state, self._durable_seq, now) if spec.notify else None
 
@@ -87,3 +95,44 @@ class EventObservers:
         lag = max(0.0, now - self._oldest_unwritten_at) if unwritten else 0.0
         facts = Facts(now, self._generated, self._lease.age, unwritten, lag, self._history.lost)
         return list(samples(state, counters, facts))
+
+
+class EttrEstimator:
+    """Records the ETTR of the run (``committed_steps``) at intervals, from the whole journal.
+
+    So everybody who knows the state of the run knows it. ``record`` records an event of the manager.
+    """
+
+    def __init__(self, run: RunDir, record: Callable[[ev.Event], None]) -> None:
+        self._record = record
+        self._journal = EventFollower(run)
+        self._timeline = FailureTimeline()
+        self._interruptions = Interruptions(self._timeline)
+        self._steps = CommittedSteps(self._interruptions)
+        self._recorded: float | None = None
+        self._estimating = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Record the ETTR at intervals, until the task is cancelled."""
+        while True:
+            await asyncio.sleep(ETTR_INTERVAL_S)
+            await self.estimate()
+
+    async def estimate(self) -> None:
+        """Record the ETTR as of the newest durable commit, if it has changed."""
+        async with self._estimating:
+            try:
+                ettr = await asyncio.to_thread(self._newest)
+            except (JournalError, OSError) as error:
+                _log.warning("the ETTR of the run is not updated: %s", error)
+                return
+            if ettr is not None and round(ettr, 4) != self._recorded:
+                self._recorded = round(ettr, 4)
+                self._record(ev.EttrEstimated(self._recorded))
+
+    def _newest(self) -> float | None:
+        """Read the newest events of the journal, and return the ETTR. Blocks."""
+        for stamped in self._journal.events():
+            self._timeline.apply(stamped)
+            self._steps.apply(stamped, self._interruptions.apply(stamped))
+        return self._steps.ettr

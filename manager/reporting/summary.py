@@ -2,7 +2,7 @@
 
 The summary contains the recoveries with the durations of their stages, effective training time, rewards, and the nodes
 that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``).
-``training_time`` explains ETTR, and ``committed_steps`` explains the estimate of the strict ETTR.
+``committed_steps`` explains ETTR.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_cou
 from ..model.state import Evaluation
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolder, model_folders
-from .accounting.committed_steps import CommittedSteps
-from .accounting.effective_time import WorkIntervals
-from .accounting.interruptions import Interruptions
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 
@@ -213,13 +210,11 @@ class Summary(Struct, frozen=True):
     recoveries: list[Recovery]
     unprovoked: int
     """Number of failures that were not injected, and after which a replica was fenced or the run ended."""
-    ettr: float
-    """Effective training time ratio as in RobustRL."""
     run_seconds: float
     epochs: int
     """Number of managers that this run has had."""
-    ettr_estimate: float | None = None
-    """Estimate of the strict ETTR, from the first ``train`` to the newest commit; None if no step is undisturbed."""
+    ettr: float | None = None
+    """Effective training time ratio, from the first ``train`` to the newest commit; None if no step is undisturbed."""
     outage_tokens: int = 0
     """Tokens that rollouts generated while the trainer was down, and that were kept. Only outages within one manager's
     epoch count."""
@@ -323,17 +318,13 @@ class _SummaryBuilder:
     def __init__(self, run: str, job: RunSpec, at: float) -> None:
         self.run, self.job, self.began, self.now = run, job, at, at
         self.timeline = FailureTimeline()
-        self.work_intervals = WorkIntervals()
-        self.interruptions = Interruptions(self.timeline)
-        self.committed_steps = CommittedSteps(self.interruptions)
         self.drain_requests = DrainRequests()
         self.rewards: dict[int, float] = {}
         """Mean reward by training step."""
         self.evaluations: list[Evaluation] = []
         self.step, self.epochs = 0, 0
         self.outcome, self.outcome_reason = "running", ""
-        self.committed_at: float | None = None
-        """Time (s) of the first commit; None if no step is committed."""
+        self.ettr: float | None = None
         self.ended: float | None = None
         self.ended_s = 0.0
         """Total seconds between an end of the run and its next resume."""
@@ -355,16 +346,16 @@ class _SummaryBuilder:
         self.now = at = stamped.at
         event = stamped.event
         self.drain_requests.apply(stamped)
-        for change in self.timeline.apply(stamped).work:
-            self.work_intervals.apply(change)
-        self.committed_steps.apply(stamped, self.interruptions.apply(stamped))
+        self.timeline.apply(stamped)
         if isinstance(event, ev.StepCommitted):
-            self._committed(event, at)
+            self._committed(event)
         elif isinstance(event, ev.Evaluated):
             if not self.evaluations or event.step > self.evaluations[-1].step:
                 self.evaluations.append(Evaluation(event.step, event.metrics))
         elif isinstance(event, ev.ClocksRecorded):
             self.idle_times = idle_times.with_readings(self.idle_times, at, event.readings)
+        elif isinstance(event, ev.EttrEstimated):
+            self.ettr = event.ettr
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
@@ -375,7 +366,7 @@ class _SummaryBuilder:
         elif isinstance(event, ev.TokensCounted):
             self._tokens_counted(event)
 
-    def _committed(self, event: ev.StepCommitted, at: float) -> None:
+    def _committed(self, event: ev.StepCommitted) -> None:
         self.stream_figures = stream_figures.with_step(self.stream_figures, event.metrics)
         self.episode_figures = stream_figures.with_episode_counts(self.episode_figures, event.metrics)
         if "stale_groups" in event.metrics and event.step >= self.step:
@@ -388,7 +379,6 @@ class _SummaryBuilder:
         ]
         self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
         self.step = max(self.step, event.step)
-        self.committed_at = at if self.committed_at is None else self.committed_at
         if "reward" in event.metrics:
             self.rewards.setdefault(event.step, event.metrics["reward"])
 
@@ -403,9 +393,7 @@ class _SummaryBuilder:
     def summary(self, run_dir: str) -> Summary:
         """Return the summary as of the newest event."""
         wall = max(self.now - self.began - self.ended_s, 1e-9)
-        effective = self.work_intervals.effective(self.job, self.now, self.committed_at)
         rewards = [reward for _, reward in sorted(self.rewards.items())]
-        estimate = self.committed_steps.estimate
         return Summary(
             run=self.run,
             run_dir=run_dir,
@@ -417,10 +405,9 @@ class _SummaryBuilder:
             faults=self.timeline.faults.performed,
             recoveries=[_recovery(failure, self.job) for failure in self.timeline.fenced],
             unprovoked=sum(not failure.injected for failure in self.timeline.counted),
-            ettr=round(effective / wall, 4),
             run_seconds=round(wall, 2),
             epochs=self.epochs,
-            ettr_estimate=None if estimate is None else round(estimate, 4),
+            ettr=self.ettr,
             outage_tokens=self.outage_tokens,
             max_age=None if self.max_age is None else as_count(self.max_age),
             stale_groups=self.stale[0],

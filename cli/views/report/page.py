@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 
 from ....core.text import escaped, span
-from ....manager.reporting.accounting.curves import CurvePoint
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
@@ -82,7 +81,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         ],
         "decisions_left_out": report.decisions_left_out + max(0, len(report.decisions) - MAX_ROWS),
         "interruptions_left_out": max(0, len(report.interruptions) - MAX_ROWS),
-        "notes": [*report.missing, *(report.strict.doubts if report.strict is not None else ())],
+        "notes": report.missing,
     }
 
 
@@ -92,15 +91,10 @@ def _clock(at: float) -> str:
 
 def _headline(report: RunReport) -> list[tuple[str, str, str]]:
     """Return the most important figures as (name, value, explanation)."""
-    if report.strict is not None:
-        ettr = ("strict ETTR", percent(report.strict.ettr), f"against {report.strict.clean}")
-    else:
-        ettr = ("estimated ETTR", percent(report.ettr_estimate), "of first train to last commit")
     hours = report.gpu_hours
     unit = "GPU-hours" if hours.unit == "gpu" else "node-hours"
     return [
-        ettr,
-        ("RobustRL's ETTR", percent(report.ettr), f"of {span(report.run_seconds)}"),
+        ("ETTR", percent(report.ettr), "of first train to last commit"),
         ("time lost", span(sum(one.seconds for one in report.lost)), f"of {span(report.wall_s)}"),
         (unit, amount(hours.useful), f"useful of {amount(hours.reserved)} reserved"),
     ]
@@ -142,10 +136,7 @@ def _interruption(report: RunReport, one: Any) -> dict[str, Any]:
 
 def _curves(report: RunReport, axis: Axis) -> list[dict[str, Any] | None]:
     curves = report.curves
-    sliding = [CurvePoint(point.at, 0, point.share) for point in report.sliding]
-    window = f"sliding ETTR (estimate, window {stage(report.window_s)})"
     return [
-        curve(window, [("share", sliding)], axis, unit_range=True),
         curve("reward", [("mean reward", curves.reward)], axis),
         curve("throughput", [("trained tokens", curves.tokens_per_second)], axis, "tokens/s"),
         curve(

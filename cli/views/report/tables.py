@@ -20,16 +20,11 @@ MAX_INTERRUPTIONS = 30
 
 def figures(report: RunReport) -> list[tuple[str, str]]:
     """Return the figures of a run as (name, value); the names are the same for every run."""
-    strict, hours = report.strict, report.gpu_hours
+    hours = report.gpu_hours
     unit = "GPU-hours" if hours.unit == "gpu" else "node-hours"
-    against = "–" if strict is None else f"{percent(strict.ettr)} against {strict.clean}, {strict.steps} steps"
-    overhead = "–" if strict is None or strict.ft_overhead is None else f"{100 * strict.ft_overhead:+.1f} %"
     return [
         ("outcome", f"{report.outcome}, {report.steps} steps in {span(report.run_seconds)}"),
-        ("strict ETTR", against),
-        ("estimated ETTR", f"{percent(report.ettr_estimate)} (from this run alone)"),
-        ("RobustRL's ETTR", percent(report.ettr)),
-        ("protection costs", overhead),
+        ("ETTR", percent(report.ettr)),
         ("first train to last commit", stage(report.wall_s)),
         ("undisturbed step", stage(report.step_s)),
         ("interruptions", interruptions_text(report)),
@@ -78,14 +73,10 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
         if report.interruptions:
             yield Text(f"\ninterruptions{name} (s)", "bold")
             yield from _interruptions(report.interruptions)
-    notes = dict.fromkeys(note for report in reports for note in (*report.missing, *_doubts(report)))
+    notes = dict.fromkeys(note for report in reports for note in report.missing)
     if notes:
         yield Text()
         yield from (Text(f"· {note}", "bright_black") for note in notes)
-
-
-def _doubts(report: RunReport) -> list[str]:
-    return report.strict.doubts if report.strict is not None else []
 
 
 def _plain_table() -> Table:

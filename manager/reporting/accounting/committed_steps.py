@@ -1,11 +1,11 @@
-"""The time of committed training steps: the part of a run's time that counts, and its estimated strict ETTR. Pure.
+"""The time of committed training steps: the part of a run's time that counts, and its ETTR. Pure.
 
-*Strict ETTR* is the duration of a clean run divided by the duration of this run, for equal numbers of committed steps
-(:func:`strict_ettr`). A clean run has no faults and no protection: no standby process, no snapshot, one checkpoint at
-the end. A duration lasts from the first ``train`` to the commit of the last step, and includes the time in which a run
-had ended before it was resumed.
+*ETTR* (effective training time ratio) estimates the duration of a clean run divided by the duration of this run, for
+equal numbers of committed steps. A clean run has no faults and no protection: no standby process, no snapshot, one
+checkpoint at the end. A duration lasts from the first ``train`` to the commit of the last step, and includes the time
+in which a run had ended before it was resumed.
 
-The *estimate* needs this run alone. Each committed step counts with the duration of the attempt that was committed, but
+The estimate needs this run alone. Each committed step counts with the duration of the attempt that was committed, but
 with no more than the median duration of the undisturbed steps. The first commit of a run counts in full if it was
 undisturbed, because a clean run also loads libraries, compiles and waits for its first data. The estimate is the sum of
 these times divided by the duration of this run. Training that was done again, waits and the time of every interruption
@@ -82,7 +82,7 @@ class CommittedStep(Struct, frozen=True):
         return self.step - self.count + 1
 
     def useful_s(self, medians: StepMedians) -> float:
-        """Return how many seconds of the attempts at this commit count in the estimate of the strict ETTR.
+        """Return how many seconds of the attempts at this commit count in the ETTR.
 
         At most the sum of the medians of the commit's steps counts. An undisturbed first commit counts in full.
         """
@@ -177,17 +177,12 @@ class CommittedSteps:
         return StepMedians(plain_s, median(evaluated) if evaluated else plain_s)
 
     @property
-    def estimate(self) -> float | None:
-        """Return the estimate of the strict ETTR; None if no step is undisturbed."""
+    def ettr(self) -> float | None:
+        """Return the ETTR; None if no step is undisturbed."""
         medians, wall_s = self.medians, self.wall_s
         if medians is None or wall_s <= 0:
             return None
         return sum(step.useful_s(medians) for step in self.steps) / wall_s
-
-    def duration(self, step: int) -> float | None:
-        """Return the seconds from the first ``train`` to the commit of a step; None if it is not committed."""
-        at = next((committed.at for committed in self.steps if committed.step >= step), None)
-        return None if at is None or self.began is None else at - self.began
 
     def _on_interruption(self, interruption: Interruption, at: float) -> None:
         self._disturbed = True
@@ -311,17 +306,3 @@ _HANDLERS: dict[type, Callable[[CommittedSteps, Any, float], None]] = {
     ev.VersionAvailable: CommittedSteps._on_version,
     ev.StepCommitted: CommittedSteps._on_committed,
 }
-
-
-def strict_ettr(run: CommittedSteps, clean: CommittedSteps) -> tuple[float, int] | None:
-    """Return (strict ETTR against a clean run, number of compared steps); None if no steps can be compared.
-
-    ``clean`` is a run of the same job with the same seed on equally fast nodes, without faults and with every
-    protection off (snapshots, standby processes, frequent checkpoints). Only the steps that both runs have committed
-    are compared.
-    """
-    steps = min(run.steps[-1].step, clean.steps[-1].step) if run.steps and clean.steps else 0
-    duration, clean_duration = run.duration(steps), clean.duration(steps)
-    if not steps or not duration or clean_duration is None:
-        return None
-    return clean_duration / duration, steps

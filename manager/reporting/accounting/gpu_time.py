@@ -19,7 +19,6 @@ from ....core.run_spec import RunSpec
 from ....core.types import is_trainer, role_of
 from ...model import events as ev
 from ...model.actions import Request
-from ...model.figures.training_time import member_weights
 from .committed_steps import CommittedSteps
 from .lanes import USEFUL, Lane
 
@@ -36,11 +35,23 @@ class GpuHours(Struct, frozen=True):
     reserved: float
 
 
+def _member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
+    """Return (unit, weights): the unit of the weights, and for each role the weight of one member.
+
+    The weight of a member is its number of GPUs (unit ``gpu``). In a job whose trainers and rollouts use no GPU, it is
+    the member's share of the replica's nodes (unit ``node``).
+    """
+    roles = [role for role in job.roles if role.traits.has_weights]
+    if any(role.per_member.gpus for role in roles):
+        return "gpu", {role.name: float(role.per_member.gpus) for role in roles}
+    return "node", {role.name: role.nodes / role.ranks for role in roles}
+
+
 class ReservedTime:
     """Counts the time of the nodes that a run holds, weighted by their GPUs, or by 1 in a job without GPUs."""
 
     def __init__(self, job: RunSpec) -> None:
-        self.unit, self.weights = member_weights(job)
+        self.unit, self.weights = _member_weights(job)
         self._seconds = 0.0
         self._node_weights: dict[str, int] = {}
         """Weight of a node of each requested allocation, by tag."""

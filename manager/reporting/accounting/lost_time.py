@@ -1,4 +1,4 @@
-"""The time that a run lost, by cause and by stage, and its effective time over a sliding window. Pure.
+"""The time that a run lost, by cause and by stage. Pure.
 
 The time between two commits consists of the time that counts for the step (``committed_steps``) and of lost time. The
 lost time is divided in this order:
@@ -14,7 +14,6 @@ The losses add up to the time from the first ``train`` to the newest commit, les
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -31,12 +30,6 @@ OTHER = "other"
 SLOW_STEPS = "slow steps"
 MANAGER = "manager"
 """Cause of losses while no manager ran."""
-WINDOW_S = 300.0
-"""Shortest window (s) of the sliding ETTR: the five minutes of RobustRL's figures (docs/sources.md)."""
-MAX_WINDOWS = 240
-"""Maximum number of points of the sliding ETTR. A run that is longer than this many windows gets longer windows."""
-MIN_WINDOWS = 10
-"""Minimum number of points of the sliding ETTR. A run that is shorter than this many windows gets shorter windows."""
 
 
 class Piece(Struct, frozen=True):
@@ -122,41 +115,3 @@ def _divide(
         left -= share * total
     if left > 0:
         yield SLOW_STEPS, OTHER, left
-
-
-class SlidingPoint(Struct, frozen=True, array_like=True):
-    """The estimated ETTR (``share``) of one window of the run; the window ends at ``at`` (s)."""
-
-    at: float
-    share: float
-
-
-def sliding_ettr(steps: CommittedSteps) -> tuple[float, list[SlidingPoint]]:
-    """Return the length of the window (s), and the estimated ETTR of windows that end at regular intervals.
-
-    The first window begins with the first ``train``, and the last window ends with the newest commit. The result is
-    (0, []) if no step is undisturbed.
-    """
-    medians = steps.medians
-    if medians is None or steps.began is None or steps.wall_s <= 0:
-        return 0.0, []
-    window_s = min(max(WINDOW_S, steps.wall_s / MAX_WINDOWS), steps.wall_s / MIN_WINDOWS)
-    times, totals = [steps.began], [0.0]
-    for step in steps.steps:
-        useful = step.useful_s(medians)
-        since, until = max(step.attempt_since, times[-1]), max(step.attempt_until, times[-1])
-        times += [since, until]
-        totals += [totals[-1], totals[-1] + useful]
-
-    def total(at: float) -> float:
-        index = bisect_right(times, at) - 1
-        if index + 1 >= len(times):
-            return totals[-1]
-        span_s = times[index + 1] - times[index]
-        part = (at - times[index]) / span_s if span_s else 0.0
-        return totals[index] + part * (totals[index + 1] - totals[index])
-
-    count = min(MAX_WINDOWS, max(MIN_WINDOWS, round(2 * steps.wall_s / window_s)))
-    first, last = steps.began + window_s, steps.began + steps.wall_s
-    points = (first + (last - first) * index / (count - 1) for index in range(count))
-    return window_s, [SlidingPoint(at, min(1.0, (total(at) - total(at - window_s)) / window_s)) for at in points]

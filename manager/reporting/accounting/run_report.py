@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from msgspec import Struct
 
-from ....core.run_spec import RunSpec
 from ....core.types import TRAINER, NodeName
 from ...model import events as ev
 from ...model.actions import Action, Fence, InjectFault, Launch, Release, Request, RestartAll, Rung, StopStep
 from ..decisions.explanations import Explanation, subject_of, words_of
 from ..failure_timeline import FailureTimeline
-from .committed_steps import CommittedSteps, strict_ettr
+from .committed_steps import CommittedSteps
 from .curves import CurveRecorder, Curves
-from .effective_time import WorkIntervals
 from .gpu_time import GpuHours, ReservedTime, gpu_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
 from .lanes import LaneIncarnation, Lanes, Span
-from .lost_time import SlidingPoint, lost_time, sliding_ettr
+from .lost_time import lost_time
 
 MAX_DECISIONS = 1000
 """Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
@@ -79,20 +75,6 @@ class LaneReport(Struct, frozen=True):
     """Seconds by phase; ``launching`` until an incarnation joined, ``down`` until the next incarnation was launched."""
 
 
-class Strict(Struct, frozen=True):
-    """The strict ETTR against a clean run."""
-
-    ettr: float
-    clean: str
-    """Id of the clean run."""
-    steps: int
-    """Number of steps that were compared."""
-    ft_overhead: float | None
-    """Share by which this run took longer than the clean run; None if this run was interrupted."""
-    doubts: list[str]
-    """Why the comparison may not be valid."""
-
-
 class RunReport(Struct, frozen=True):
     """The report of one run. Times are the manager's (s since 1970), durations are in seconds."""
 
@@ -111,20 +93,14 @@ class RunReport(Struct, frozen=True):
     """Seconds from the first ``train`` to the newest commit."""
     step_s: float | None
     """Median seconds of the undisturbed steps; None if no step is undisturbed."""
-    ettr: float
-    """RobustRL's ETTR over ``run_seconds``."""
-    ettr_estimate: float | None
-    """Estimate of the strict ETTR from this run alone; None if no step is undisturbed."""
-    strict: Strict | None
+    ettr: float | None
+    """Effective training time ratio, over ``wall_s``; None if no step is undisturbed."""
     lost: list[Loss]
     interruptions: list[InterruptionReport]
     decisions: list[DecisionReport]
     decisions_left_out: int
     gpu_hours: GpuHours
     managers: int
-    window_s: float
-    sliding: list[SlidingPoint]
-    """Estimated ETTR over a sliding window of ``window_s`` seconds."""
     curves: Curves
     lanes: list[LaneReport]
     missing: list[str]
@@ -143,8 +119,6 @@ class Account:
         self.curves = CurveRecorder()
         self.reserved = ReservedTime(event.job)
         self.managers = 0
-        self._work = WorkIntervals()
-        self._committed_at: float | None = None
         self._outcome, self._why = "running", ""
         self._ended_at: float | None = None
         self._ended_s = 0.0
@@ -170,8 +144,7 @@ class Account:
             event, ev.ClocksRecorded | ev.NoteChanged | ev.OutsideWaitChanged | ev.GpuUseRecorded | ev.ValuesLogged
         ):
             return
-        for change in self.timeline.apply(stamped).work:
-            self._work.apply(change)
+        self.timeline.apply(stamped)
         self.lanes.apply(stamped)
         if isinstance(event, ev.PhaseEntered) and event.incarnation.replica != TRAINER:
             return
@@ -182,7 +155,6 @@ class Account:
         match event:
             case ev.StepCommitted():
                 self.curves.on_committed(event, at)
-                self._committed_at = at if self._committed_at is None else self._committed_at
             case ev.Decided():
                 self._on_action(event.action, at)
             case ev.Intended():
@@ -226,12 +198,10 @@ class Account:
             )
         )
 
-    def report(self, clean: Account | None = None) -> RunReport:
-        """Return the report as of the newest event, with the strict ETTR if there is a ``clean`` run."""
+    def report(self) -> RunReport:
+        """Return the report as of the newest event."""
         steps, until = self.steps, self.now
         run_seconds = max(until - self.began - self._ended_s, 1e-9)
-        window_s, sliding = sliding_ettr(steps)
-        estimate = steps.estimate
         losses = lost_time(steps, self.interruptions.all, self._away)
         lanes = list(self.lanes.lanes.values())
         return RunReport(
@@ -246,9 +216,7 @@ class Account:
             last_commit=steps.ended,
             wall_s=round(steps.wall_s, 3),
             step_s=None if steps.step_s is None else round(steps.step_s, 4),
-            ettr=round(self._work.effective(self.job, until, self._committed_at) / run_seconds, 4),
-            ettr_estimate=None if estimate is None else round(estimate, 4),
-            strict=None if clean is None else _strict(self, clean),
+            ettr=None if steps.ettr is None else round(steps.ettr, 4),
             lost=[
                 Loss(cause, round(sum(stages.values()), 3), {name: round(lost, 3) for name, lost in stages.items()})
                 for cause, stages in losses.items()
@@ -258,8 +226,6 @@ class Account:
             decisions_left_out=self._left_out,
             gpu_hours=gpu_hours(self.reserved, lanes, steps, until),
             managers=self.managers,
-            window_s=round(window_s, 2),
-            sliding=sliding,
             curves=self.curves.curves(self.steps.steps),
             lanes=[
                 LaneReport(
@@ -284,7 +250,7 @@ class Account:
         if not steps.began_with_train:
             yield "No phase `train` before the first commit: durations begin when the trainer joined."
         if steps.step_s is None:
-            yield "No step was undisturbed: lost time and the estimate of the ETTR are unknown."
+            yield "No step was undisturbed: lost time and the ETTR are unknown."
         if without := [one for one in self.interruptions.all if one.cause == UNKNOWN]:
             yield f"Number of failures without a finding, whose cause is unknown: {len(without)}."
         late = [one for one in self.interruptions.all if one.worked_at is not None and one.weights_at is None]
@@ -336,39 +302,3 @@ def _interruption(one: Interruption, now: float) -> InterruptionReport:
         stages,
         one.evidence,
     )
-
-
-def _strict(run: Account, clean: Account) -> Strict | None:
-    found = strict_ettr(run.steps, clean.steps)
-    if found is None:
-        return None
-    ettr, steps = found
-    overhead = None if run.interruptions.all else round(1 / ettr - 1, 4)
-    return Strict(round(ettr, 4), clean.run, steps, overhead, list(_doubts(run, clean)))
-
-
-def _doubts(run: Account, clean: Account) -> Iterator[str]:
-    """Yield the reasons why the figure of the strict ETTR may be wrong."""
-    if clean.interruptions.all:
-        yield f"{clean.run} is not a clean run; number of its interruptions: {len(clean.interruptions.all)}."
-    if protections := list(_protections(clean.job)):
-        yield f"{clean.run} had protection on ({', '.join(protections)}): the strict ETTR does not contain its cost."
-    if differ := [name for name, of in _COMPARED.items() if of(run.job) != of(clean.job)]:
-        yield f"The jobs differ in {', '.join(differ)}."
-    if run.steps.steps[-1].step != clean.steps.steps[-1].step:
-        yield "The runs have committed different numbers of steps: only steps that both runs have are compared."
-
-
-_COMPARED: dict[str, Callable[[RunSpec], Any]] = {
-    "seed": lambda job: job.seed,
-    "the model": lambda job: msgspec.to_builtins(job.model),
-    "sampling": lambda job: msgspec.to_builtins(job.sampling),
-    "the number of replicas": lambda job: {role.name: (role.replicas, role.ranks) for role in job.roles},
-}
-
-
-def _protections(job: RunSpec) -> Iterator[str]:
-    if job.trainer.snapshots:
-        yield "snapshots"
-    if any(role.warm for role in job.roles):
-        yield "standby processes"

@@ -31,6 +31,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, StopStep, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
+from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.job_toml import JOB
@@ -206,7 +207,12 @@ class Story:
 
     def ends(self, outcome: Outcome, why: str) -> Story:
         self.record(ev.Decided(Finish(outcome, Why((why,)))))
-        return self.wait(1).record(ev.RunEnded(outcome, why))
+        return self.wait(1).estimates_ettr().record(ev.RunEnded(outcome, why))
+
+    def estimates_ettr(self) -> Story:
+        """Record the ETTR as of the newest commit, as a manager does at intervals and at the end."""
+        ettr = account(self.stamped).steps.ettr
+        return self if ettr is None else self.record(ev.EttrEstimated(round(ettr, 4)))
 
     # ── on the disk ───────────────────────────────────────────────────────────────────────────────────────────────
     def written(self, root: Path) -> RunDir:

@@ -15,7 +15,9 @@ from rrl.benchmarks._ettr_figures import (
     commits_of,
     lost_by_stage,
     outage_median,
+    robustrl_ettr,
     share_at,
+    sliding_ettr,
     strict,
     trained_again,
 )
@@ -23,6 +25,7 @@ from rrl.benchmarks._ettr_runs import Plan
 from rrl.config.job.load import load_job
 from rrl.core.types import TRAINER, Incarnation
 from rrl.manager.model import events as ev
+from rrl.tests.support.manager.accounted import OUTAGE_S, STEP_S, accounted, begun, failed, trained
 
 FIRST, SECOND = Incarnation(TRAINER, 1), Incarnation(TRAINER, 2)
 
@@ -132,3 +135,16 @@ def test_every_workload_is_a_valid_job(tmp_path: Path) -> None:
         path = tmp_path / "job.toml"
         path.write_text(job(ARMS["role"], "slurm", 30, 1.0, 0, tmp_path, workload, tmp_path))
         assert load_job(path).run.steps == 30
+
+
+def test_while_the_trainer_is_down_robustrl_counts_the_rollouts_nodes() -> None:
+    run = accounted(trained(failed(trained(begun(), 1, 5).wait(2), "trainer/0"), 6, 10))
+    assert robustrl_ettr(run) == pytest.approx(1 - OUTAGE_S / 3 / (9 * STEP_S + 2 + OUTAGE_S), abs=0.001)
+
+
+def test_lowest_window_of_the_sliding_ettr_is_that_of_the_outage() -> None:
+    steps = accounted(trained(failed(trained(begun(), 1, 40).wait(2), "trainer/0"), 41, 80)).steps
+    window_s, points = sliding_ettr(steps)
+    lowest, at = min((share, at) for at, share in points)
+    assert lowest == pytest.approx(1 - (OUTAGE_S + 2) / window_s, abs=0.05)
+    assert steps.steps[40].since < at < steps.steps[40].at + window_s

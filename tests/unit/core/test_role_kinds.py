@@ -23,7 +23,6 @@ from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake.finding_gate import restore_monitor
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Rung
-from rrl.manager.model.figures.training_time import effective_share
 from rrl.manager.model.queries import weights_lag_steps
 from rrl.manager.model.reducer import fold
 from rrl.manager.planner.peer_directory import build_directory
@@ -118,13 +117,11 @@ def test_views_and_metrics_depend_on_the_kind_of_the_rollouts_not_on_their_name(
 
 
 def _measured(story: Story) -> str:
-    timeline, counters = FailureTimeline(), None
+    timeline = FailureTimeline()
+    counters = RunCounters(timeline)
     for stamped in story.stamped:
         changes = timeline.apply(stamped)
-        if counters is None:
-            counters = RunCounters(None, stamped.at, timeline)
         counters.apply(None, story.recorded(), stamped, changes)
-    assert counters is not None
     families = samples(story.recorded(), counters, Facts(story.now))
     return "\n".join(str(sample) for family in families for sample in family.samples)
 
@@ -174,7 +171,7 @@ def test_second_role_of_rollouts_is_warm_and_displaced_like_the_first() -> None:
     assert displaced == {FAST_1}
 
 
-def test_second_role_of_rollouts_counts_in_weights_tokens_and_effective_time() -> None:
+def test_second_role_of_rollouts_counts_in_weights_and_tokens() -> None:
     job = with_fast_rollouts(gang_job(2, 1, rollouts=1), 2)
     world = World(job).steady()
     behind = {source.incarnation.replica for source in build_directory(world.state).sources}
@@ -184,7 +181,6 @@ def test_second_role_of_rollouts_counts_in_weights_tokens_and_effective_time() -
     for replica in (ROLLOUTS[0], FAST):
         world.happen(ev.VersionAvailable(Incarnation(replica, 1), Version(3, 1)))
     assert weights_lag_steps(world.state) == (0, 3), "fast/1 still has the first weights"
-    assert effective_share(job, {"fast": 2}, committed=True) == pytest.approx(2 / 5)
     monitor = HealthMonitor()
     restore_monitor(monitor, world.state, world.now)
     for replica, tokens in ((ROLLOUTS[0], 5), (FAST, 20), (TRAINER, 300)):

@@ -19,7 +19,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.text import span
 from rrl.core.types import Outcome
 from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
-from rrl.manager.reporting.accounting.run_report import Account, account
+from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
@@ -42,20 +42,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def clean_account() -> Account:
-    clean = accounted(trained(begun(), 1, 12))
-    clean.run = "clean-1120-070000"
-    return clean
-
-
 def test_table_of_one_run_equals_the_snapshot() -> None:
-    report = accounted(interrupted()).report(clean_account())
+    report = accounted(interrupted()).report()
     matches_stored("report_80", drawn(report_view([report]), 80))
 
 
 def test_report_of_two_runs_shows_them_side_by_side() -> None:
-    clean = clean_account()
-    shown = drawn(report_view([accounted(interrupted()).report(clean), clean.report(clean)]), 140)
+    other = accounted(trained(begun(), 1, 12))
+    other.run = "clean-1120-070000"
+    shown = drawn(report_view([accounted(interrupted()).report(), other.report()]), 140)
     matches_stored("report_two_140", shown)
     assert "time lost of small-1120-064114" in shown
 
@@ -63,20 +58,21 @@ def test_report_of_two_runs_shows_them_side_by_side() -> None:
 def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted().written(root)
     assert main.run(["report", "small"]) == 0
-    assert "estimated ETTR" in capsys.readouterr().out
-    assert main.run(["report", "small", "small", "--clean", "small", "--json"]) == 0
+    assert "ETTR" in capsys.readouterr().out
+    assert main.run(["report", "small", "small", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["runs"]
     assert first == second
-    assert first["strict"]["ettr"] == 1.0
     stages = {stage for loss in first["lost"] for stage in loss["stages"]}
     assert stages == {"detect", "decide", "queue", "start", "load", "reconnect", "replay"}
-    assert first["ettr_estimate"] == json.loads((root / first["run"] / "summary.json").read_text())["ettr_estimate"]
+    assert first["ettr"] == json.loads((root / first["run"] / "summary.json").read_text())["ettr"]
+    assert main.run(["status", "small", "--json"]) == 0
+    assert first["ettr"] == json.loads(capsys.readouterr().out)["pace"]["ettr"]
 
 
 def test_python_returns_the_same_report(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = interrupted().written(root)
-    report = rrl.run(run.id).report(clean=rrl.run(run.id))
-    assert main.run(["report", "--clean", "small", "--json"]) == 0
+    report = rrl.run(run.id).report()
+    assert main.run(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == [json.loads(msgspec.json.encode(report))]
 
 
@@ -103,11 +99,6 @@ def _both(root: Path) -> list[str]:
     return ["report", "--json", "--html", str(root / "x.html")]
 
 
-def _no_clean(root: Path) -> list[str]:
-    interrupted().written(root)
-    return ["report", "small", "--clean", "other"]
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "word"),
     [
@@ -115,7 +106,6 @@ def _no_clean(root: Path) -> list[str]:
         (_damaged, 2, "not a journal of rrl"),
         (_unwritable, 1, "x.html"),
         (_both, 2, "exclude each other"),
-        (_no_clean, 2, "other"),
     ],
 )
 def test_report_that_cannot_be_made_is_one_line_with_its_exit_code(
@@ -188,23 +178,22 @@ def test_page_is_one_file_without_scripts_that_loads_nothing(root: Path, capsys:
 
 
 def test_page_has_lanes_marks_losses_and_curves() -> None:
-    text = page([accounted(interrupted()).report(clean_account())])
+    text = page([accounted(interrupted()).report()])
     labels = [attributes.get("aria-label") or "" for tag, attributes in elements(text) if tag == "svg"]
     for replica in ("trajectories/0", "reward/0", "trainer/0", "rollout/0", "rollout/1"):
         assert any(label.startswith(f"{replica}: ") for label in labels), replica
     assert {"injected faults", "decisions", "reward", "weight versions"} <= set(labels)
-    assert any(label.startswith("sliding ETTR") for label in labels)
     assert any(label.startswith("process ") for label in labels), "the page has no bar of lost time"
     assert "<title>rollout/1#2 on n4, launched" in text
     assert "trainer/0 ×2" in text
     assert "killed by signal 9" in text
-    assert "strict ETTR" in text
+    assert "ETTR" in text
 
 
 def test_each_curve_has_a_time_axis_from_the_begin_of_the_run_to_its_end() -> None:
     report = accounted(interrupted()).report()
     figures = page([report]).split("<figure")[1:]
-    assert len(figures) > 2
+    assert len(figures) == 2
     for figure in figures:
         ticks = re.findall(r'<i style="left: ([\d.]+)%">([^<]+)</i>', figure.partition("</figure>")[0])
         assert (ticks[0], ticks[-1]) == (("0.0", "0s"), ("100.0", span(report.until - report.began)))

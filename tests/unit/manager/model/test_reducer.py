@@ -723,6 +723,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ),
     ev.ClusterUnknown: st.builds(ev.ClusterUnknown, st.sampled_from(["", "squeue: timed out"]), st.just(7.0)),
     ev.GpuUseRecorded: st.builds(ev.GpuUseRecorded, st.just({NodeName("n1"): GpuUse(8, 0.5, 2**30, 2**33)})),
+    ev.EttrEstimated: st.builds(ev.EttrEstimated, st.just(0.9)),
     ev.Evaluated: st.builds(ev.Evaluated, _incarnations, st.integers(0, 9), st.just({"reward": 0.5})),
     ev.ValuesLogged: st.builds(ev.ValuesLogged, _incarnations, st.just({"accuracy": 0.5})),
     ev.StacksCollected: st.builds(

@@ -15,7 +15,7 @@ from rrl.health.history.records import Failed, RecoveryDone
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, InjectFault, Readmit, Rung, Why
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import State, Status
+from rrl.manager.model.state import State
 from rrl.manager.reporting.failure_timeline import FailureTimeline
 from rrl.manager.reporting.history_events import HistoryEvents
 from rrl.manager.reporting.metrics import RunCounters
@@ -42,7 +42,7 @@ def views(events: Sequence[ev.Stamped]) -> Views:
     timeline = FailureTimeline()
     state: State | None = None
     history = HistoryEvents("small", "anna", "lab", "small", 1, events[0].at, None, timeline)
-    counters = RunCounters(None, events[0].at, timeline)
+    counters = RunCounters(timeline)
     records = []
     for stamped in events:
         before, state = state, fold(state, stamped)
@@ -187,29 +187,6 @@ def test_member_promoted_from_a_standby_process_owns_the_end_of_its_step() -> No
     assert [failure.incarnation for failure, _ in failures(story.stamped)][-1] == promoted
 
 
-def test_new_manager_does_not_count_a_replica_whose_step_has_ended_as_working() -> None:
-    story = Story("small", wide()).works()
-    story.loses("rollout/0")
-    state = story.recorded()
-    assert state.replica(ReplicaId("rollout/0")).status is Status.JOINED, "the replica was fenced before the test"
-    restored = FailureTimeline(state)
-    assert restored.at_work["rollout"] == state.training_time.at_work["rollout"] == 1
-    assert "rollout/0" not in restored.working
-
-
-def test_symptom_is_the_same_in_the_timeline_and_in_the_training_time() -> None:
-    story = Story("small", wide()).works()
-    trainer, began_at = story.incarnation("trainer/0"), story.now
-    finding = Finding("idle_hang", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, began_at, (), incarnation=trainer)
-    story.record(ev.FindingChanged(finding)).wait(10)
-    story.record(ev.Decided(Fence(trainer, Rung.IN_PLACE, Why(("it hangs",)))))
-    (failed,) = views(story.stamped).failed
-    assert failed.since == began_at
-    time = story.recorded().training_time
-    only_two_rollouts_work = 2 * 4 / (2 * 4 + 8)  # of all GPUs
-    assert time.seconds(story.now) == pytest.approx(time.seconds(began_at) + 10 * only_two_rollouts_work)
-
-
 def test_new_manager_continues_outages_findings_and_faults() -> None:
     story = Story("small", wide()).works()
     frozen = story.incarnation("rollout/1")
@@ -222,7 +199,7 @@ def test_new_manager_continues_outages_findings_and_faults() -> None:
         old.apply(stamped)
     state = story.recorded()
     new = FailureTimeline(state)
-    assert (set(new.outages), new.at_work) == (set(old.outages), old.at_work)
+    assert set(new.outages) == set(old.outages)
     assert new.diagnose_node(N3, story.now).finding == old.diagnose_node(N3, story.now).finding
     for timeline in (old, new):
         changes = timeline.apply(

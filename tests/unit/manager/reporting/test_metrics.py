@@ -29,7 +29,7 @@ from rrl.health.node_metrics import NodeCheckResult
 from rrl.health.node_metrics import metrics as node_metrics
 from rrl.health.report.site import report
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Drain, Exclude, Fence, Rung, Why
+from rrl.manager.model.actions import Drain, Exclude, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.reporting import metrics_server
 from rrl.manager.reporting.failure_timeline import FailureTimeline
@@ -46,7 +46,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def tallied(story: Story) -> RunCounters:
     timeline, state = FailureTimeline(), None
-    tally = RunCounters(None, BEGAN, timeline)
+    tally = RunCounters(timeline)
     for stamped in story.stamped:
         before, state = state, fold(state, stamped)
         tally.apply(before, state, stamped, timeline.apply(stamped))
@@ -218,22 +218,10 @@ def test_episodes_are_shown_in_a_run_with_agents() -> None:
     assert value(found, "rrl_token_drift_total") == 0
 
 
-def test_effective_share_follows_the_working_replicas() -> None:
-    story = works()  # all replicas work for 36 s of 43 s, after they have started
-    at_work = series(story, Facts(story.now + 57))
-    assert value(at_work, "rrl_managed_seconds_total") == pytest.approx(100)
-    assert value(at_work, "rrl_effective_seconds_total") == pytest.approx(93)
-    story.record(ev.Decided(Fence(story.incarnation("trainer/0"), Rung.IN_PLACE, Why(()))))
-    without = series(story, Facts(story.now + 30))
-    assert value(without, "rrl_effective_seconds_total") == pytest.approx(
-        36 + 30 * 8 / 16
-    )  # the rollouts have 2 x 4 GPUs, the trainer has 8
-
-
-def test_new_manager_counts_replicas_that_work_already() -> None:
-    story = works()
-    tally = RunCounters(story.recorded(), story.now, FailureTimeline(story.recorded()))
-    assert tally.effective.until(story.now + 10) == 10
+def test_ettr_is_absent_until_a_step_is_undisturbed() -> None:
+    story = Story().requests_nodes().gets_nodes()
+    assert not [name for name, _ in series(story) if name == "rrl_effective_time_ratio"]
+    assert value(series(story.record(ev.EttrEstimated(0.875))), "rrl_effective_time_ratio") == 0.875
 
 
 def test_series_of_a_thousand_findings_are_limited() -> None:
@@ -259,6 +247,7 @@ def known() -> set[str]:
     story = works().record(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
     story.wait(1).recovers("rollout/0").clocks("trainer/0", train=9, wait_data=1)
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, STREAM))
+    story.record(ev.EttrEstimated(0.9))
     return {name for name, _ in series(story)}
 
 
@@ -435,7 +424,6 @@ def test_local_run_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
     assert found["rrl_steps_completed"] >= 3
     assert found["rrl_steps_wanted"] == 20
     assert found["rrl_manager_epoch"] == 1
-    assert 0 < found["rrl_effective_seconds_total"] <= found["rrl_managed_seconds_total"]
     assert found["rrl_history_lines_lost_total"] == 0
     victim, pid = ReplicaId("rollout/1"), before[ReplicaId("rollout/1")][1]
     assert pid is not None

@@ -1,11 +1,9 @@
-"""The report of a run: lost time by cause and stage, GPU-hours, lanes, curves, and doubts about a clean run."""
+"""The report of a run: lost time by cause and stage, GPU-hours, lanes and curves."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from rrl.core.run_spec import TrainerSettings
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting import lanes
@@ -13,15 +11,15 @@ from rrl.manager.reporting.accounting.lanes import Activity, Use
 from rrl.manager.reporting.accounting.lost_time import MANAGER, OTHER, SLOW_STEPS
 from rrl.manager.reporting.accounting.run_report import NoEvents, RunReport, account
 from rrl.tests.support.cli.story import Story, wide
-from rrl.tests.support.manager.accounted import OUTAGE_S, STAGES, STEP_S, accounted, begun, failed, trained
+from rrl.tests.support.manager.accounted import STAGES, STEP_S, accounted, begun, failed, trained
 from rrl.tests.support.manager.jobs import commands, role
 
 
 def lost(report: RunReport) -> dict[str, dict[str, float]]:
     """Return the lost seconds by cause and stage. Check that they add up to the time that does not count."""
-    assert report.ettr_estimate is not None
+    assert report.ettr is not None
     total = sum(one.seconds for one in report.lost)
-    assert total == pytest.approx((1 - report.ettr_estimate) * report.wall_s, abs=0.01)
+    assert total == pytest.approx((1 - report.ettr) * report.wall_s, abs=0.01)
     return {one.cause: one.stages for one in report.lost}
 
 
@@ -83,7 +81,7 @@ def test_gpu_hours_are_those_of_the_granted_nodes() -> None:
 
 def test_report_of_a_running_run_reaches_to_its_newest_event() -> None:
     report = accounted(trained(begun(), 1, 4)).report()
-    assert (report.outcome, report.steps, report.strict) == ("running", 4, None)
+    assert (report.outcome, report.steps) == ("running", 4)
     assert report.until == report.last_commit
 
 
@@ -136,33 +134,6 @@ def test_throughput_of_steps_that_the_store_reports_together_is_their_mean() -> 
     (point,) = accounted(story).report().curves.tokens_per_second
     assert point.step == 9
     assert point.value == pytest.approx(900 / STEP_S, rel=0.01)
-
-
-def test_doubts_about_a_clean_run_are_named() -> None:
-    run = accounted(trained(failed(trained(begun(), 1, 5).wait(2), "trainer/0"), 6, 10))
-    clean = accounted(failed(trained(begun(), 1, 8), "rollout/0"))
-    strict = run.report(clean).strict
-    assert strict is not None
-    assert strict.ettr == pytest.approx(8 * STEP_S / (8 * STEP_S + 2 + OUTAGE_S), abs=0.001)
-    assert strict.ft_overhead is None, "an overhead of fault tolerance was computed for an interrupted run"
-    words = " ".join(strict.doubts)
-    assert all(part in words for part in ("number of its interruptions: 1", "snapshots", "different numbers of steps"))
-    bare = msgspec.structs.replace(clean.job, trainer=TrainerSettings(snapshots=False), seed=clean.job.seed + 1)
-    clean.job = bare
-    strict = run.report(clean).strict
-    assert strict is not None
-    assert not any("snapshots" in doubt for doubt in strict.doubts)
-    assert "The jobs differ in seed." in strict.doubts
-
-
-def test_overhead_of_the_protection_is_that_of_a_run_without_interruptions() -> None:
-    clean = accounted(trained(begun(), 1, 10))
-    slower = begun()
-    for step in range(1, 11):
-        slower.wait(0.15).commits(step)
-    strict = accounted(slower).report(clean).strict
-    assert strict is not None
-    assert strict.ft_overhead == pytest.approx(0.05)
 
 
 def test_report_lists_the_data_that_the_journal_lacks() -> None:
