@@ -281,7 +281,7 @@ class Recovery(Struct, frozen=True):
     five or more (docs/sources.md, guard rails)."""
     policy: str = "role"
     """``role``: only the failed replica restarts. ``job``: all roles restart in place from the last checkpoint (as
-    RobustRL configured ByteRobust). ``requeue``: all nodes are given back and requested again (plain Slurm)."""
+    RobustRL configured ByteRobust)."""
     promote: float = 10.0
     """Time (s) within which a standby process must join as the promoted incarnation. If it does not, the next
     candidate is promoted."""

@@ -303,7 +303,7 @@ class RecoveryTable(Table):
     backoff: Duration = _RECOVERY.backoff
     first_start: Annotated[int, Field(ge=1)] = _RECOVERY.first_start
     breaker: Annotated[float, Field(gt=0, le=1)] = _RECOVERY.breaker
-    policy: Literal["role", "job", "requeue"] = "role"
+    policy: Literal["role", "job"] = "role"
     promote: Time = _RECOVERY.promote
     full_restarts: Annotated[int, Field(ge=0)] = _RECOVERY.full_restarts
     drain: bool = _RECOVERY.drain

@@ -309,12 +309,6 @@ def _form(job: Job) -> None:
             ' write where = "job" in [manager], or remove this key'
         )
         raise mistake(("cluster", "job_walltime"), message)
-    if job.recovery.policy == "requeue" and job.manager.where == "pool":
-        message = (
-            '"requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this'
-            " key"
-        )
-        raise mistake(("recovery", "policy"), message)
     if cluster.form == "pool":
         return
     if cluster.form not in cluster.traits.forms:

@@ -95,8 +95,6 @@ def worst_case(spec: RunSpec, foreground: bool = False) -> WorstCase:
     at_once = sum(role.replicas * role.ranks for role in spec.roles) + spec.nodes + max_standbys(spec)
     restarts = math.ceil(windows * spec.recovery.per_replica)
     renewals = sum(_rotations(node_group, spec) for node_group in spec.node_groups)
-    if spec.recovery.policy == "requeue":  # each failure releases and requests all allocations
-        renewals += restarts * allocations
     return WorstCase(
         jobs_to_start=start,
         jobs=managers + allocations + spec.nodes,

@@ -241,10 +241,7 @@ class Readmit(Struct, frozen=True, tag=True):
 
 
 class RestartAll(Struct, frozen=True, tag=True):
-    """Fence every role and restart the whole run from its last checkpoint.
-
-    The roles keep their nodes, except with policy ``requeue``, where the nodes are released and requested again.
-    """
+    """Fence every role and restart the whole run from its last checkpoint. The roles keep their nodes."""
 
     why: Why
     fences: tuple[Fence, ...] = ()

@@ -13,8 +13,6 @@ from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
 from .state import Allocation, Node, Replica, State, Status
 from .table import put
 
-REQUEUE = "requeue"
-"""Value of ``recovery.policy`` with which a restart of the whole run releases its nodes and requests new ones."""
 _ROLE = "role"
 """Value of ``recovery.policy`` with which the whole run is restarted only if no smaller repair is left."""
 
@@ -136,32 +134,13 @@ def on_restart_all(state: State, at: float, action: RestartAll) -> State:
 
     If a user has requested the restart of a retired replica, this request stays open.
     """
-    policy = state.job.recovery.policy
     recent = tuple(
         restarted_at for restarted_at in state.full_restarts if at - restarted_at < state.job.recovery.window
     )
     state = replace(state, full_restarts=(*recent, at))
     for fence in action.fences:
         state = on_fence(state, at, fence) if state.is_current(fence.incarnation) else state
-    if policy == REQUEUE:
-        return _release_allocations(state)
-    if policy == _ROLE and action.failed is not None and action.failed.replica in state.replicas:
+    if state.job.recovery.policy == _ROLE and action.failed is not None and action.failed.replica in state.replicas:
         # All smaller repairs have failed. The fault may be an outage of a minute, so the last attempt is delayed.
         state = with_replica(state, action.failed.replica, not_before=at + MAX_RESTART_BACKOFF_S)
     return state
-
-
-def _release_allocations(state: State) -> State:
-    """Mark all running allocations as orphans, so that the first request is made again, as after Slurm's requeue.
-
-    The orphan steps in these allocations end with the allocations. Excluded nodes stay recorded.
-    """
-    for tag, allocation in state.allocations.items():
-        if allocation.running:
-            orphan = replace(allocation, orphan=True)
-            nodes = without_departed(state.nodes, tag, ())
-            state = replace(state, allocations=put(state.allocations, tag, orphan), nodes=nodes)
-    for replica in state.replicas.values():
-        if replica.status is Status.WANTED:
-            state = with_replica(state, replica.id, preferred_node=None)
-    return replace(state, launched=False, requested_since=None)

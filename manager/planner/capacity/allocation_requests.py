@@ -23,7 +23,7 @@ MIN_WALLTIME_S = 60.0
 
 
 def holds_nothing(state: State) -> bool:
-    """Return whether the run has no nodes, no requests and nothing launched: at its start, or after a requeue."""
+    """Return whether the run has no nodes, no requests and nothing launched, as at its start."""
     has_nodes = any(node.allocation for node in state.nodes.values())  # nodes that left the run have no allocation
     has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
     return not has_allocations and not has_nodes and not state.launched

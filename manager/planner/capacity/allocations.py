@@ -104,7 +104,7 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
 
 
 def _is_idle(state: State) -> bool:
-    """Return whether nothing is launched and no nodes are held, as after a restart with policy ``requeue``."""
+    """Return whether nothing is launched and no nodes are held, as if all nodes were lost before a launch."""
     return not state.launched and not any(allocation.running for allocation in state.allocations.values())
 
 

@@ -48,7 +48,7 @@ def plan_standbys(
     """
     roles = [role for role in state.job.roles if role.warm]
     stable = _trainers_stable(state, inventory)
-    if state.job.recovery.policy != "role":  # the other policies promote no standby process
+    if state.job.recovery.policy != "role":  # policy "job" promotes no standby process
         return [], NEVER
     if not roles or not (stable or inventory.exclusive_standbys):
         return [], NEVER

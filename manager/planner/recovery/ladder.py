@@ -236,14 +236,6 @@ def _promotion_time(state: State) -> float:
     return state.job.limits.step_grace + state.job.recovery.promote
 
 
-def _requeue(state: State) -> float:
-    """Return the time limit (s) of a restart on new nodes.
-
-    This is the remaining walltime of the run, because the wait in the queue has no limit of its own.
-    """
-    return max(0.0, state.ends_at - state.at)
-
-
 def _allocation_and_join(state: State) -> float:
     return state.job.limits.allocation + state.job.limits.join
 
@@ -320,17 +312,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         RungSpec(Rung.FULL_RESTART, (_BUDGET_LEFT,), "every role joins again, on its own node if it is usable", _join),
         _GIVE_UP,
     ),
-    "requeue": (
-        RungSpec(
-            Rung.FULL_RESTART,
-            (_BUDGET_LEFT,),
-            "nodes as soon as the queue grants them, and every role on them",
-            _requeue,
-        ),
-        _GIVE_UP,
-    ),
 }
 """Rungs by ``recovery.policy``.
 
-``role`` takes the smallest repair that fits. With ``job`` and ``requeue``, a failure of any role restarts all roles:
-with ``job`` on their nodes, with ``requeue`` on new nodes (``reduce_commands`` releases the old nodes)."""
+``role`` takes the smallest repair that fits. With ``job``, a failure of any role restarts all roles on their nodes."""

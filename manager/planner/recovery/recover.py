@@ -18,7 +18,6 @@ import msgspec
 from ....core.types import AGENT, Incarnation, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Decision, Fence, Finish, LowerRungs, RestartAll, Rung, Why, every_lower
 from ...model.queries import finding_about
-from ...model.reduce_commands import REQUEUE
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
 from .ladder import (
@@ -281,16 +280,14 @@ def _fence_all(case: FailureCase, why: Why) -> Iterator[Fence]:
     """Yield the fences of a restart of the whole run.
 
     Only the failed member is charged. All replicas keep their nodes, except a failed member that fails too often on its
-    node. With policy ``requeue`` all nodes are released and the agents fenced; otherwise the agents keep running.
-    Completed and retired replicas are not fenced. Standby processes are fenced, since their state may be wrong. New
-    standby processes start after the next commit.
+    node. The agents keep running. Completed and retired replicas are not fenced. Standby processes are fenced, since
+    their state may be wrong. New standby processes start after the next commit.
     """
-    requeue = case.state.job.recovery.policy == REQUEUE
     for replica in case.state.replicas.values():
-        if not replica.is_current or (replica.role == AGENT and not requeue):
+        if not replica.is_current or replica.role == AGENT:
             continue
         failed = replica.id == case.failed.id
-        moves = requeue or replica.role in SUPPORT_ROLES or (failed and fails_often_here(case))
+        moves = replica.role in SUPPORT_ROLES or (failed and fails_often_here(case))
         yield Fence(replica.incarnation, Rung.FULL_RESTART, why, None if moves else replica.node, charged=failed)
 
 

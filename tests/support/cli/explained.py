@@ -17,7 +17,7 @@ INSIDE_WORDS = re.compile(
     rf"|{DETECTOR_NAMES})\b"
 )
 """Words that must not appear in an explanation, because a reader of explanations may not know them."""
-FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART, "requeue": Rung.FULL_RESTART}
+FIRST_RUNGS = {"role": Rung.IN_PLACE, "job": Rung.FULL_RESTART}
 """The first rung of the repair ladder of each ``recovery.policy``."""
 
 

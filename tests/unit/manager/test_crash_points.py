@@ -108,13 +108,9 @@ IS_REPAIRED = Script(
 RESTARTS_WHOLE = Script(
     Outcome.COMPLETED,
     granted=1,
-    job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
+    job=msgspec.structs.replace(job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")), eval=EvalSpec(every=1)),
     at_step={2: _dies(R0)},
 )
-_EVALUATED = msgspec.structs.replace(
-    job(spares=0, limits=LIMITS, recovery=Recovery(policy="requeue")), eval=EvalSpec(every=1)
-)
-IS_REQUEUED = Script(Outcome.COMPLETED, granted=2, job=_EVALUATED, at_step={2: _dies(R0)})
 IS_RESUMED = Script(
     Outcome.COMPLETED,
     granted=2,
@@ -128,7 +124,6 @@ SCRIPTS = {
     "in parts": IN_NODE_GROUPS,
     "is repaired": IS_REPAIRED,
     "restarts whole": RESTARTS_WHOLE,
-    "is requeued": IS_REQUEUED,
     "is resumed": IS_RESUMED,
 }
 

@@ -139,12 +139,6 @@ def every_role_restarts() -> World:
     return world.steady()
 
 
-def requeue() -> World:
-    world = World(job(recovery=Recovery(policy="requeue")), nodes=20).steady()
-    world.kill(R0)
-    return world.steady()
-
-
 def give_up() -> World:
     world = World(job(recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
     for _ in range(2):
@@ -181,7 +175,6 @@ RUNGS: dict[str, tuple[Callable[[], World], type[Fence | RestartAll | Finish], R
     "agent": (agent, Fence, Rung.DEGRADED),
     "full_restart": (full_restart, RestartAll, Rung.FULL_RESTART),
     "every_role_restarts": (every_role_restarts, RestartAll, Rung.FULL_RESTART),
-    "requeue": (requeue, RestartAll, Rung.FULL_RESTART),
     "give_up": (give_up, Finish, Rung.GIVE_UP),
     "rejected": (rejected, Finish, Rung.GIVE_UP),
 }

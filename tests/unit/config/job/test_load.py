@@ -597,12 +597,6 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[task]",
-        '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]',
-        "job.toml:15: recovery.policy:"
-        ' "requeue" gives back the pool that the manager runs in; write where = "job" in [manager], or remove this key',
-    ),
-    (
-        "[task]",
         '[manager]\nwhere = "pol"\n[task]',
         'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you mean "pool"?',
     ),

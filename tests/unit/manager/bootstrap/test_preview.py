@@ -74,11 +74,6 @@ def test_each_spare_hosts_as_many_rollout_standbys_as_fit() -> None:
     assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 
-def test_requeue_policy_requests_all_allocations_after_each_failure() -> None:
-    requeue = msgspec.structs.replace(run_spec("pool"), recovery=Recovery(policy="requeue"))
-    assert worst_case(requeue).jobs_per_hour == worst_case(run_spec("pool")).jobs_per_hour + 6 * 10
-
-
 def test_separate_jobs_count_all_replicas_and_only_the_minimum_at_the_start() -> None:
     worst = worst_case(run_spec("replica"))
     assert worst.jobs == 2 + 5 + 5

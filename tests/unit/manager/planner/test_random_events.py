@@ -165,7 +165,7 @@ _BLOWS = (
 
 def _job(dice: random.Random) -> RunSpec:
     recovery = Recovery(
-        policy=dice.choice(["role", "role", "role", "job", "requeue"]),
+        policy=dice.choice(["role", "role", "role", "job"]),
         per_replica=dice.choice([3, 10]),
         per_node=dice.choice([1, 2]),
         full_restarts=dice.choice([0, 2]),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rrl.config.job.schema import RecoveryTable
-from rrl.core.run_spec import Limits, Recovery
+from rrl.core.run_spec import Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
@@ -18,18 +18,7 @@ from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import TRAINER_SHUTDOWN_GRACES
 from rrl.manager.planner.recovery.ladder import POLICIES, SUPPORT_LADDER, severity
 from rrl.manager.planner.shutdown import final_reason
-from rrl.tests.support.manager.jobs import (
-    REWARD,
-    ROLLOUTS,
-    RUN,
-    STORE,
-    TRAINER,
-    command,
-    commands,
-    gang_job,
-    in_node_groups,
-    job,
-)
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, job
 from rrl.tests.support.manager.world import (
     World,
     assert_nothing_is_left,
@@ -62,7 +51,7 @@ def test_every_policy_is_a_descending_ladder_that_ends_with_the_run() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str) -> None:
-    recovery = Recovery(policy=policy, per_replica=4)
+    recovery = Recovery(policy="job", per_replica=4)
     world = World(gang_job(recovery=recovery, standbys=1), nodes=20).steady().warmed()
     for replica in (T1, R0, STORE, T0, T0, R1):
         world.kill(replica)
@@ -418,9 +407,8 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
 
 
 # ── several failures with one cause ──────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
-    world = World(job(recovery=Recovery(policy=policy)), nodes=20).steady()
+def test_many_failures_at_once_restart_the_run_once() -> None:
+    world = World(job(recovery=Recovery(policy="job")), nodes=20).steady()
     for replica in ALL:
         world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.steady()
@@ -476,9 +464,8 @@ def test_policy_job_moves_a_member_that_fails_too_often_on_a_node() -> None:
     assert homes == [N3, N3, N5]
 
 
-@pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_policies_job_and_requeue_end_the_run_when_a_budget_is_exceeded(policy: str) -> None:
-    world = World(job(recovery=Recovery(policy=policy, per_node=9, per_replica=3)), nodes=30).steady()
+def test_policy_job_ends_the_run_when_a_budget_is_exceeded() -> None:
+    world = World(job(recovery=Recovery(policy="job", per_node=9, per_replica=3)), nodes=30).steady()
     for _ in range(4):
         world.kill(R0)
         world.play(lambda: world.works() or world.over)
@@ -488,65 +475,17 @@ def test_policies_job_and_requeue_end_the_run_when_a_budget_is_exceeded(policy: 
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-@pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_only_policy_role_keeps_standbys(policy: str) -> None:
-    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
+def test_only_policy_role_keeps_standbys() -> None:
+    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy="job"))).steady().warmed()
     assert not world.ready_standbys()
 
 
-@pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_agent_failure_is_minor_under_every_policy(policy: str) -> None:
-    world = World(job(recovery=Recovery(policy=policy))).steady()
+def test_agent_failure_is_minor_with_policy_job() -> None:
+    world = World(job(recovery=Recovery(policy="job"))).steady()
     world.kill(ReplicaId("agent/n3"))
     world.wait(10.0)
     assert world.incarnations() == dict.fromkeys(ALL, 1)
     assert world.state.replica(ReplicaId("agent/n3")).incarnation_number == 2
-
-
-# ── policy: requeue ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_policy_requeue_releases_everything_and_repeats_the_first_request() -> None:
-    world = at_step(World(job(recovery=Recovery(policy="requeue")), nodes=12).steady(), 1)
-    world.kill(R0)
-    world.steady()
-    assert [action.allocation for action in world.decided(Release)] == [POOL]
-    first, again = (world.requests[tag] for tag in requests(world))
-    assert (again.count, again.exclude, again.tag != first.tag) == (first.count, (), True)
-    assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert len(world.state.full_restarts) == 1
-    assert list(world.state.allocations) == [again.tag]
-    assert world.state.step == 1
-
-
-def test_policy_requeue_waits_in_the_queue_without_a_deadline() -> None:
-    world = World(job(recovery=Recovery(policy="requeue"), limits=Limits(allocation=60.0))).steady()
-    world.closed["pool"] = "Priority"
-    world.kill(TRAINER)
-    world.wait(5000.0)
-    assert world.state.finish is None
-    assert len(requests(world)) == 2
-    world.open("pool")
-    world.steady()
-    assert world.incarnations() == dict.fromkeys(ALL, 2)
-
-
-def test_policy_requeue_leaves_out_bad_nodes() -> None:
-    world = World(job(recovery=Recovery(policy="requeue")), nodes=12).steady()
-    world.lose_node(N3)
-    world.steady()
-    assert world.requests[requests(world)[-1]].exclude == (N3,)
-    assert world.incarnations() == dict.fromkeys(ALL, 2)
-
-
-@pytest.mark.parametrize("form", ["replica", "hetjob"])
-def test_policy_requeue_requests_every_node_group_again(form: str) -> None:
-    world = World(in_node_groups(form, recovery=Recovery(policy="requeue")), nodes=20).steady()
-    before = set(world.state.allocations)
-    world.kill(TRAINER)
-    world.steady()
-    assert {action.allocation for action in world.decided(Release)} == before
-    assert len(world.state.allocations) == len(before)
-    assert not before & set(world.state.allocations)
-    assert world.incarnations() == dict.fromkeys(ALL, 2)
 
 
 # ── user commands ────────────────────────────────────────────────────────────────────────────────────────────────────

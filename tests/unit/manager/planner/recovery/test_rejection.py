@@ -307,9 +307,8 @@ def test_invalid_configuration_rejects_the_run_at_the_first_start(role: str) -> 
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-@pytest.mark.parametrize("policy", ["job", "requeue"])
-def test_invalid_configuration_rejects_the_run_under_every_policy(policy: str) -> None:
-    world = World(job(recovery=Recovery(policy=policy)))
+def test_invalid_configuration_rejects_the_run_with_policy_job() -> None:
+    world = World(job(recovery=Recovery(policy="job")))
     world.broken["reward"] = INVALID
     world.play()
     assert (why(world), world.decided(Fence)) == ((f"reward/0: {INVALID}",), [])
