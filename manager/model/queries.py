@@ -146,7 +146,8 @@ def open_requests(state: State) -> dict[str, str]:
 
 def finding_about(state: State, incarnation: Incarnation) -> Finding | None:
     """Return the most severe FAIL finding about an incarnation (:func:`most_severe`); None if there is none."""
-    return most_severe(state.findings_about.get(incarnation, ()))
+    findings = state.findings_about.get(incarnation)
+    return None if findings is None else most_severe(findings)
 
 
 def reached_step(state: State) -> int:
@@ -181,7 +182,8 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
     """Return the most severe FAIL finding about a node (:func:`most_severe`); None if there is none."""
-    return most_severe(state.findings_about.get(node, ()))
+    findings = state.findings_about.get(node)
+    return None if findings is None else most_severe(findings)
 
 
 def most_severe(findings: Iterable[Finding]) -> Finding | None:

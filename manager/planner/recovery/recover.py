@@ -59,10 +59,9 @@ def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[De
         *([replica] for replica in state.replicas.values() if replica.role in SUPPORT_ROLES),
     ):
         decided = _user_restart(state, members, now) or _fence_rest_of_gang(state, members, now)
-        if (
-            not decided
-            and (decision := _repair_gang(state, inventory, members, excluded_nodes, dropped, now)) is not None
-        ):
+        if not decided:
+            if (decision := _repair_gang(state, inventory, members, excluded_nodes, dropped, now)) is None:
+                continue
             decided = [decision]
         decisions += decided
         for decision in decided:
