@@ -309,10 +309,8 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
-    occupied = any(
-        replica.node == node.name and replica.is_current and not is_support(replica.id)
-        for replica in state.replicas.values()
-    )
+    here = [replica for replica in state.replicas.values() if replica.node == node.name]
+    occupied = any(replica.is_current and not is_support(replica.id) for replica in here)
     node = replace(
         node,
         excluded=why,

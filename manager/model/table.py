@@ -30,9 +30,11 @@ class Table(Mapping[K, V]):
 
     def merged(self) -> dict[K, V]:
         """Return the whole table, which the caller must not change."""
-        if self._changes:
-            base = {**self._base, **self._changes}
-            self._base = {key: value for key, value in base.items() if value is not _GONE}
+        if changes := self._changes:
+            base = {**self._base, **changes}
+            for key in [key for key, value in changes.items() if value is _GONE]:
+                del base[key]
+            self._base = base
             self._changes = {}  # not before: a reader sees a change twice rather than never
         return self._base
 
@@ -83,7 +85,7 @@ class Table(Mapping[K, V]):
         The copies of a table with ``n`` items share its dict for about ``sqrt(n)`` changes, and so cost about as much.
         """
         before = self._changes
-        if len(before) ** 2 > len(self._base) or any(before.get(key) is _GONE for key in changes):
+        if len(before) ** 2 > len(self._base) or _GONE in map(before.get, changes):
             return Table(self.merged(), changes)  # a key that returns comes last
         return Table(self._base, {**before, **changes})
 

@@ -276,6 +276,8 @@ class NodeInventory:
         gang_id, gang_nodes = gang_of(replica.id), []
         for candidate in (*self._partly_free, *chain.from_iterable(self._free.values())):
             occupants = occupancy.get(candidate.node, ())
+            if role.exclusive and len(occupants) >= role.per_node:
+                continue
             if any(gang_of(occupant.id) == gang_id for occupant in occupants) and self.can_host(role, candidate.node):
                 gang_nodes.append(candidate)
         gang_nodes.sort(key=lambda candidate: natural_sort_key(candidate.node))
