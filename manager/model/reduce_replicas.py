@@ -39,7 +39,8 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
     replica is then launched again.
     """
     standby, admitted, pid, host = action.standby, None, None, ""
-    state = replace(state, launched=state.launched or not is_support(action.incarnation.replica))
+    if not (state.launched or is_support(action.incarnation.replica)):
+        state = replace(state, launched=True)
     if standby is not None:
         replica = state.replica(standby.replica)
         if replica.incarnation == standby and replica.step == action.step:
@@ -197,16 +198,15 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
     state = _add_orphan(state, at, replica.id)
     if replica.promoted_from is not None and replica.step is not None:
         state = settle_launch(state, replica.step)  # a promotion that is still open must not be delivered
-    if replica.status is Status.JOINED:
-        state = with_replica(state, replica.id, down_since=at)
+    changes: dict[str, Any] = {"down_since": at} if replica.status is Status.JOINED else {}
     status = Status.RETIRED if retired else Status.WANTED
     prefer = fence.target_node or (replica.node if fence.rung is Rung.IN_PLACE else None)
     why = "; ".join(fence.why.evidence)
     if not fence.charged:
         if not _follows_gang(state, replica):
-            restart = UnchargedRestart(at, replica.node or NodeName(""), why)
-            state = with_replica(state, replica.id, uncharged_restart=restart)
-        state = with_replica(state, replica.id, status=status, since=at, preferred_node=prefer, not_before=at)
+            changes["uncharged_restart"] = UnchargedRestart(at, replica.node or NodeName(""), why)
+        changes |= {"status": status, "since": at, "preferred_node": prefer, "not_before": at}
+        state = with_replica(state, replica.id, **changes)
         return _drop_findings(state, fence.incarnation)
     about = (finding for finding in state.findings.values() if finding.incarnation == fence.incarnation)
     finding, not_started = most_severe(about), None  # an index of all findings would serve for this state only
@@ -217,7 +217,7 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
         not_started = finding.evidence[0].text if Flag.NOT_STARTED in finding.flags else None
     detector = finding.detector if finding is not None else ""
     state = count_failure(state, at, replica.id, status, why, not_started=not_started, detector=detector)
-    state = with_replica(state, replica.id, preferred_node=prefer)
+    state = with_replica(state, replica.id, preferred_node=prefer, **changes)
     return replace(_drop_findings(state, fence.incarnation), recoveries=state.recoveries + (not retired))
 
 

@@ -79,30 +79,27 @@ class Table(Mapping[K, V]):
     def __repr__(self) -> str:
         return repr(self.merged())
 
-    def changed(self, changes: dict[K, V]) -> Table[K, V]:
-        """Return the table with these changes.
+    def changed(self, key: K, value: V) -> Table[K, V]:
+        """Return the table with another value of this key.
 
         The copies of a table with ``n`` items share its dict for about ``sqrt(n)`` changes, and so cost about as much.
         """
         before = self._changes
-        if len(before) ** 2 > len(self._base) or _GONE in map(before.get, changes):
-            return Table(self.merged(), changes)  # a key that returns comes last
-        return Table(self._base, {**before, **changes})
+        if len(before) ** 2 > len(self._base) or before.get(key) is _GONE:
+            return Table(self.merged(), {key: value})  # a key that returns comes last
+        return Table(self._base, {**before, key: value})
 
 
 def put(table: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """Return the mapping with this item."""
-    return _table(table).changed({key: value})
+    return (table if isinstance(table, Table) else Table(dict(table), {})).changed(key, value)
 
 
 def without(table: Mapping[K, V], *keys: K) -> Mapping[K, V]:
     """Return the mapping without these keys."""
-    gone = {key: _GONE for key in keys if key in table}
-    return _table(table).changed(gone) if gone else table
-
-
-def _table(mapping: Mapping[K, V]) -> Table[K, V]:
-    return mapping if isinstance(mapping, Table) else Table(dict(mapping), {})
+    for key in keys:
+        table = put(table, key, _GONE) if key in table else table
+    return table
 
 
 def as_dict(value: Any) -> Any:
