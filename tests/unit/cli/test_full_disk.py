@@ -57,12 +57,12 @@ def write_runs(root: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["manage", "mine-1"],
-        ["cancel", "mine-1"],
         ["inject", "mine-1", "kill"],
-        ["submit", "JOB"],
-        ["submit", "JOB", "--foreground"],
-        ["resume", "over-1"],
+        *(
+            pytest.param(command, marks=pytest.mark.long)
+            for command in (["manage", "mine-1"], ["cancel", "mine-1"], ["submit", "JOB"], ["resume", "over-1"])
+        ),
+        pytest.param(["submit", "JOB", "--foreground"], marks=pytest.mark.long),
     ],
 )
 def test_a_command_on_a_full_disk_ends_with_one_line(tmp_path: Path, command: list[str]) -> None:

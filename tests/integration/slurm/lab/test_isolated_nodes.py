@@ -36,41 +36,6 @@ def answers(lab: SlurmLab, node: str, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def test_each_isolated_node_has_its_own_address_and_is_reachable(lab: SlurmLab) -> None:
-    code = "import socket; from rrl.transport.address import own_address; print(socket.gethostname(), own_address())"
-    out = lab.run_as_user(["srun", "-N5", "-n5", "--mem=100M", sys.executable, "-c", code]).stdout
-    assert lab.network is not None
-    assert sorted(out.splitlines()) == [f"{node} {lab.network.address(node)}" for node in lab.nodes]
-    output = lab.run_as_user([sys.executable, "-c", code]).stdout
-    assert output == f"{socket.gethostname()} {lab.network.controller}\n"
-
-
-def test_cut_node_keeps_running_is_down_in_slurm_and_recovers_when_healed(lab: SlurmLab) -> None:
-    step = lab.popen_as_user(
-        ["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"], stderr=subprocess.DEVNULL
-    )
-
-    def sleeping_pids() -> list[int]:
-        return [pid for pid, process in slurm_processes.of_node(lab.dir, "n2").items() if process.comm == "sleep"]
-
-    try:
-        lab.wait_for(lambda: sleeping_pids() != [], "no step")
-        task = sleeping_pids()
-        assert answers(lab, "n2")
-        lab.cut("n2")
-        assert not answers(lab, "n2")
-        assert answers(lab, "n3")
-        lab.wait_states({"n2": "down*"})
-        assert sleeping_pids() == task, "the step ended when Slurm lost the connection to its node"
-        assert lab.states()["n3"] == "idle"
-    finally:
-        lab.heal("n2")
-    assert answers(lab, "n2", timeout_s=10.0)
-    lab.crash("n2")  # Slurm polls a node that is down every 30 s, but a restarted node registers at once
-    lab.clear()
-    step.wait(timeout=60)
-
-
 def test_delayed_node_answers_late_until_it_is_healed(lab: SlurmLab) -> None:
     def seconds() -> float:
         began = time.monotonic()

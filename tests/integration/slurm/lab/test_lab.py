@@ -73,22 +73,6 @@ def test_lab_jobs_run_as_a_plain_user_without_the_right_to_drain(slurm_lab: Slur
         slurm_lab.run_as_user(["scontrol", "update", "nodename=n1", "state=drain", "reason=x"])
 
 
-def test_crash_kills_all_processes_of_one_node_only(slurm_lab: SlurmLab) -> None:
-    script = "sleep 1001 & setsid sleep 1002 & wait"
-    step = slurm_lab.popen_as_user(["srun", "-N2", "-n2", "--mem=100M", "--no-kill", "sh", "-c", script])
-    try:
-        slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "true"])
-        busy = [node for node in slurm_lab.nodes if len(slurm_processes.of_node(slurm_lab.dir, node)) > 1]
-        assert len(busy) == 2
-        other = slurm_processes.of_node(slurm_lab.dir, busy[1]).keys()
-        slurm_lab.crash(busy[0])
-        assert slurm_processes.of_node(slurm_lab.dir, busy[0]) == {}
-        assert slurm_processes.of_node(slurm_lab.dir, busy[1]).keys() == other
-    finally:
-        slurm_lab.clear()
-        step.wait(timeout=20)
-
-
 def test_step_without_enough_memory_waits_until_it_is_free(slurm_lab: SlurmLab) -> None:
     granted = slurm_lab.run_as_user(["salloc", "--no-shell", "-N1", "-n4", "--mem=1000M"]).stderr
     job = re.findall(r"Granted job allocation (\d+)", granted)[0]
@@ -104,18 +88,6 @@ def test_step_without_enough_memory_waits_until_it_is_free(slurm_lab: SlurmLab) 
     finally:
         slurm_lab.clear()
         first.wait(timeout=20)
-
-
-def test_jobs_outlive_an_outage_of_the_controller(slurm_lab: SlurmLab) -> None:
-    job = slurm_lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1007"])
-    slurm_lab.wait_job(job.stdout.strip(), "RUNNING None")
-    try:
-        with slurm_lab.controller_down():
-            with pytest.raises(RuntimeError, match="contact slurm controller"):
-                slurm_lab.run_as_user(["squeue"])
-        slurm_lab.wait_job(job.stdout.strip(), "RUNNING None")
-    finally:
-        slurm_lab.clear()
 
 
 def test_lab_command_starts_uses_faults_and_stops_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:

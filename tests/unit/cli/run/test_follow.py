@@ -8,24 +8,20 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rrl.cli.run.follow import _REDRAW_KEY, _key_reader, follow
 from rrl.core.run_dir import RunDir
-from rrl.core.types import OperationFailed, Outcome
+from rrl.core.types import OperationFailed
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
-from rrl.tests.support.cli.status_scenes import with_rollouts
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.waiting import Output, eventually
 
 RUN = "small-7"
-
-
 STATUS_LIVE = "from rrl.cli.main import main; sys.argv[1:] = ['status', '--live']; main()"
 SUBMIT_WAIT = f"""\
 from rrl.api.runs import find_run
@@ -42,12 +38,12 @@ follow(find_run({RUN!r}), summary_follows=True, manages=True)
 """Program that draws the same view as ``rrl submit --foreground``."""
 
 
-def terminal_with(root: Path, command: str = STATUS_LIVE, columns: int = 100, rows: int = 40, **env: str) -> Terminal:
+def terminal_with(root: Path, command: str, columns: int = 100, rows: int = 40) -> Terminal:
     """Return a terminal in which Python runs ``command`` for the runs in ``root``."""
     # If a shell runs the tests in its background, they ignore SIGINT, and so would this process.
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     argv = [sys.executable, "-c", f"{heeds}; import sys\n{command}"]
-    return Terminal(argv, {"RRL_RUNS_DIR": str(root), **env}, columns, rows)
+    return Terminal(argv, {"RRL_RUNS_DIR": str(root)}, columns, rows)
 
 
 def print_progress(run: RunDir, story: Story, since: int) -> None:
@@ -57,23 +53,7 @@ def print_progress(run: RunDir, story: Story, since: int) -> None:
     journal.close()
 
 
-def test_a_live_picture_follows_the_journal_and_ends_with_the_run(tmp_path: Path) -> None:
-    story = Story(RUN).works()
-    run = story.written(tmp_path)
-    with terminal_with(tmp_path) as terminal:
-        eventually(lambda: "step 12/40" in terminal.drawn)
-        reported = len(story.stamped)
-        story.commits(13)
-        story.ends(Outcome.COMPLETED, "all steps are done")
-        print_progress(run, story, reported)
-        write_summary(run)
-        assert terminal.process.wait(30) == 0
-    assert "step 13/40" in terminal.drawn
-    assert "\x1b[" in terminal.drawn  # in colour
-
-
-@pytest.mark.parametrize("command", [STATUS_LIVE, SUBMIT_WAIT], ids=["status", "submit"])
-@pytest.mark.parametrize("leave", ["q", "ctrl-c"])
+@pytest.mark.parametrize(("leave", "command"), [("q", STATUS_LIVE), ("ctrl-c", SUBMIT_WAIT)], ids=["q", "ctrl-c"])
 def test_leaving_the_view_does_not_affect_the_run(tmp_path: Path, leave: str, command: str) -> None:
     run = Story(RUN).works().written(tmp_path)
     before = sorted(path for path in run.path.rglob("*"))
@@ -91,20 +71,6 @@ def test_leaving_the_view_does_not_affect_the_run(tmp_path: Path, leave: str, co
     assert sorted(path for path in run.path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [STATUS_LIVE, SUBMIT_WAIT], ids=["status", "submit"])
-def test_pressed_keys_leave_nothing_in_the_view(tmp_path: Path, command: str) -> None:
-    Story(RUN).works().written(tmp_path)
-    with terminal_with(tmp_path, command) as terminal:
-        eventually(lambda: "step 12/40" in terminal.drawn)
-        eventually(lambda: not terminal.echoes)
-        terminal.press("zz\r")
-        terminal.press("q")
-        terminal.process.wait(30)
-        eventually(lambda: terminal.echoes)
-        assert "zz" not in terminal.drawn
-        assert len([line for line in terminal.lines if "step 12/40" in line]) == 1
-
-
 def test_key_press_does_not_detach_a_manager_in_the_foreground(tmp_path: Path) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
@@ -119,45 +85,9 @@ def test_key_press_does_not_detach_a_manager_in_the_foreground(tmp_path: Path) -
         assert "q stops watching" not in terminal.drawn
 
 
-def test_end_of_a_watched_run_is_shown_once_with_the_next_steps(tmp_path: Path) -> None:
-    run = completed(RUN).written(tmp_path)
-    (run.checkpoints / "step-12.1.0").mkdir()
-    with terminal_with(tmp_path, SUBMIT_WAIT) as terminal:
-        assert terminal.process.wait(30) == 0
-        eventually(lambda: "rrl list" in terminal.drawn)
-        text = "\n".join(terminal.lines)
-    assert [text.count(shown) for shown in ("● completed", "failure           detect", "↻ rollout/0#1")] == [1, 1, 1]
-    next_steps = " ".join(text[text.index("next") :].split())
-    assert f"folder {run.path}" in " ".join(text.split())
-    assert next_steps.startswith(
-        f"next checkpoints/ in this folder weights of step 12 rrl logs {RUN} what its roles printed"
-        f" rrl resume {RUN} --steps 24 trains on rrl list all runs"
-    )
-
-
-def many_rollouts() -> Story:
-    """Return the story of a run of 512 rollouts, two of which are dead."""
-    story = with_rollouts(512, RUN)
-    for index in (7, 300):
-        story.loses(f"rollout/{index}")
-    return story
-
-
-@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 60)])
-@pytest.mark.parametrize("story", [Story(RUN).works, many_rollouts], ids=["2", "512"])
-def test_view_and_hint_fit_the_screen(tmp_path: Path, story: Callable[[], Story], columns: int, rows: int) -> None:
-    story().written(tmp_path)
-    with terminal_with(tmp_path, columns=columns, rows=rows) as terminal:
-        eventually(lambda: "q stops watching" in "".join(terminal.lines))
-        lines = terminal.lines
-    assert lines[0].startswith("small-7  ●")
-    assert lines[-1] == "q stops watching; the run goes on"
-    assert ("rollout/300" in "\n".join(lines)) is (story is many_rollouts)
-
-
 def test_lines_beyond_the_screen_are_counted_and_shown_after_the_terminal_grows(tmp_path: Path) -> None:
     Story(RUN).works().written(tmp_path)
-    with terminal_with(tmp_path, columns=80, rows=8) as terminal:
+    with terminal_with(tmp_path, STATUS_LIVE, columns=80, rows=8) as terminal:
         eventually(lambda: "more lines do not fit" in "".join(terminal.lines))
         small = terminal.lines
         terminal.resize(100, 40)
@@ -174,31 +104,6 @@ def test_lines_beyond_the_screen_are_counted_and_shown_after_the_terminal_grows(
         1,
     ]
     assert len(shrunk) == 12
-
-
-def test_run_that_has_ended_already_is_shown_once(tmp_path: Path) -> None:
-    completed(RUN).written(tmp_path)
-    with terminal_with(tmp_path) as terminal:
-        assert terminal.process.wait(30) == 0
-        eventually(lambda: "all steps are done" in terminal.drawn)
-        assert len([line for line in terminal.lines if line.startswith("small-7")]) == 1
-
-
-def test_ctrl_l_redraws_the_screen(tmp_path: Path) -> None:
-    Story(RUN).works().written(tmp_path)
-    with terminal_with(tmp_path) as terminal:
-        eventually(lambda: "q stops watching" in terminal.drawn)
-        eventually(lambda: not terminal.echoes)
-        terminal.press("\x0c")
-        eventually(lambda: terminal.drawn.count("q stops watching") == 2)
-        assert len([line for line in terminal.lines if "q stops watching" in line]) == 1
-
-
-def test_terminal_without_cursor_movement_gets_plain_lines(tmp_path: Path) -> None:
-    Story(RUN).works().written(tmp_path)
-    with terminal_with(tmp_path, TERM="dumb") as terminal:
-        eventually(lambda: "running, step 12/40" in terminal.drawn)
-        assert "\x1b" not in terminal.drawn
 
 
 def test_a_job_in_the_background_leaves_the_terminal_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,34 +45,6 @@ def test_monitor_without_observations_has_no_findings_and_no_next_evaluation() -
     assert Detection(HealthMonitor()).detect(LIMITS, 5.0) == ([], inf)
 
 
-def test_healthy_run_is_evaluated_again_at_the_first_silence_deadline() -> None:
-    trace = Trace().node("n1", ROLLOUT)
-    trace.play(10)
-    assert trace.detection.detect(LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
-
-
-def test_evaluation_at_the_returned_time_finds_what_became_due() -> None:
-    trace = Trace().node("n1", ROLLOUT)
-    trace.play(10)
-    trace.heartbeat_missing.add(ROLLOUT)
-    _, due = trace.detection.detect(LIMITS, trace.now)
-    trace.play(9)
-    assert trace.detection.detect(LIMITS, nextafter(due, 0.0))[0] == []
-    found, _ = trace.detection.detect(LIMITS, due)
-    assert [f.detector for f in found] == ["worker_silence"]
-
-
-def test_hung_replica_is_evaluated_again_at_its_silence_deadline() -> None:
-    trace = Trace().node("n1", ROLLOUT)
-    trace.play(10)
-    trace.still.add(ROLLOUT)
-    trace.play(310)
-    trace.monitor.on_agent_message(NodeName("n1"), agent_of("n1"), trace.now + 5)
-    found, again = trace.detection.detect(LIMITS, trace.now + 5)
-    assert ([f.detector for f in found], again) == (["no_progress"], trace.now + LIMITS.silence)
-    assert [f.detector for f in trace.detection.detect(LIMITS, again)[0]] == ["worker_silence"]
-
-
 def test_clock_that_runs_backwards_causes_a_full_evaluation() -> None:
     trace = Trace().node("n1", ROLLOUT)
     assert trace.detection.detect(LIMITS, trace.now + 60)[0]
@@ -145,24 +117,6 @@ def test_heartbeats_do_not_grow_the_queue() -> None:
     results = trace.detection._results
     assert results is not None
     assert len(results.queue) <= 4
-
-
-def test_day_of_a_healthy_run_has_no_findings() -> None:
-    trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", *ROLLOUTS)
-    for _ in range(12):
-        trace.enter(TRAINER, "train")
-        for incarnation in ROLLOUTS:
-            trace.enter(incarnation, "wait_weights")
-        for _ in range(40):
-            trace.play(5)
-            assert trace.detection.detect(LIMITS, trace.now)[0] == []
-        trace.enter(TRAINER, "checkpoint")
-        trace.play(20)
-        trace.enter(TRAINER, "wait_data")
-        for incarnation in ROLLOUTS:
-            trace.enter(incarnation, "generate")
-        trace.play(200)
-        assert trace.detection.detect(LIMITS, trace.now)[0] == []
 
 
 # ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -420,20 +374,6 @@ def _in_a_circle(monitor: HealthMonitor, start: ReplicaId) -> bool:
             return True
         ahead.extend(named)
     return False
-
-
-@_few
-@given(st.lists(st.integers(1, 4), max_size=60), st.sets(st.sampled_from(ROLLOUTS)))
-def test_replica_with_heartbeats_and_progress_never_has_a_finding(
-    seconds: list[int], trouble: set[Incarnation]
-) -> None:
-    trace = Trace().node("n1", *ROLLOUTS).node("n2", TRAINER, phase="train")
-    trace.play(5)
-    trace.heartbeat_missing |= trouble
-    for some in seconds:
-        trace.play(some)
-        found = {f.incarnation for f in trace.detection.detect(LIMITS, trace.now)[0]}
-        assert found <= trouble
 
 
 @_few

@@ -448,25 +448,6 @@ def test_probe_reply_that_work_is_impossible_fails_the_replica(tmp_path: Path) -
     play(tmp_path, story)
 
 
-def test_replica_without_probe_reply_fails_with_its_collected_stacks(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        failed: list[Finding] = []
-
-        def fails() -> bool:
-            found = Detection(desk.monitor).detect(LIMITS, desk.now())[0]
-            failed[:] = [one for one in found if one.verdict is Verdict.FAIL]
-            return bool(failed)
-
-        await _generates_then_stalls(desk, lambda: bool(desk.stack_requests()))
-        await desk.answer()
-        findings = await _generates_then_stalls(desk, fails)
-        published = [one for one in findings if one.verdict is Verdict.FAIL]
-        assert [one.detector for one in published] == ["no_answer"]
-        assert any("engine.py:95" in text for text in texts(published[0]))
-
-    play(tmp_path, story)
-
-
 def test_unconnected_suspect_counts_as_probed(tmp_path: Path) -> None:
     async def story(desk: Investigation) -> None:
         desk.workers.clear()

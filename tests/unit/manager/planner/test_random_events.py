@@ -24,7 +24,9 @@ from rrl.tests.support.manager.jobs import gang_job, in_node_groups
 from rrl.tests.support.manager.node_world import Nodes
 from rrl.tests.support.manager.world import found
 
-FEW, MANY = range(12), range(12, 312)
+FEW = 4
+"""Number of stories that ``make test`` plays."""
+MANY = 312
 TROUBLES = 40
 PAUSES = (0.0, 0.3, 1.0, 3.0, 10.0, 70.0, 700.0)
 
@@ -188,7 +190,10 @@ def _job(dice: random.Random) -> RunSpec:
     )
 
 
-def _recorded(seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [seed if seed < FEW else pytest.param(seed, marks=pytest.mark.long) for seed in range(MANY)]
+)
+def test_random_events_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
     story = Story(seed)
     for _ in range(TROUBLES):
         story.trouble()
@@ -199,14 +204,3 @@ def _recorded(seed: int) -> None:
     story.heal()
     story.play(lambda: story.over or story.works(), timeout_s=8000.0)
     assert story.over or story.works(), {replica.id: replica.status for replica in workers(story.state)}
-
-
-@pytest.mark.parametrize("seed", FEW)
-def test_random_events_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
-    _recorded(seed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", MANY)
-def test_many_random_stories_end_with_all_replicas_working_or_the_run_over(seed: int) -> None:
-    _recorded(seed)

@@ -172,32 +172,3 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) 
             assert await made.rollout.lease(1) == (), "the repeated call has opened a second turn"
 
     asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
-
-
-def test_plain_answer_is_complete_after_the_endpoint_is_killed_and_restarted(runs: Path) -> None:
-    async def play() -> None:
-        async with site(runs) as made:
-            asking = asyncio.create_task(made.agent.chat.completions.create(model="m", messages=USER))
-            await made.leased()
-            await made.sample(*DIGITS[:3])
-            await dies_and_returns(made)
-            await made.sample(*DIGITS[5:], EOS, finished=True)
-            assert (await asking).choices[0].message.content == "0123456789"
-            assert await made.rollout.lease(1) == ()
-
-    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
-
-
-def test_call_without_a_running_endpoint_is_answered_once_one_starts(runs: Path) -> None:
-    async def play() -> None:
-        async with site(runs) as made:
-            made.endpoint.kill()
-            asking = asyncio.create_task(made.agent.chat.completions.create(model="m", messages=USER))
-            await asyncio.sleep(OUTAGE_S)
-            assert not asking.done()
-            await made.start_endpoint()
-            await made.leased()
-            await made.sample(*DIGITS[:2], EOS, finished=True)
-            assert (await asking).choices[0].message.content == "01"
-
-    asyncio.run(asyncio.wait_for(play(), DEADLINE_S))

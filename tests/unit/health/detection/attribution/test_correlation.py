@@ -64,15 +64,6 @@ class Run:
 FAIL, WARN = Verdict.FAIL, Verdict.WARN
 
 
-def test_mount_hung_on_many_nodes_fails_none_and_gives_one_run_finding() -> None:
-    run = Run()
-    assert run.finds(on("n1"), on("n2")) == {"n1": WARN, "n2": WARN, "run": WARN}
-    assert all(one.remedy is Remedy.NONE for one in run.published if one.node)
-    (shared,) = [one for one in run.published if one.node is None]
-    assert (shared.cause, shared.key) == (Cause.STORAGE, "correlated:run:storage:mount:/data")
-    assert "n1, n2" in shared.evidence[0].text
-
-
 def test_different_mounts_are_different_shared_causes() -> None:
     run = Run()
     run.finds(on("n1", component="/data"), on("n2", component="/scratch"))
@@ -93,14 +84,6 @@ def test_first_finding_of_a_shareable_cause_waits_for_other_nodes() -> None:
 def test_finding_on_an_unoccupied_node_does_not_wait() -> None:
     run = Run(idle=["n1"])
     assert run.finds(on("n1")) == {"n1": FAIL}
-
-
-def test_gpu_finding_does_not_wait_but_on_many_nodes_blames_the_driver() -> None:
-    run = Run()
-    assert run.finds(on("n1", Cause.GPU, "ecc", "GPU-1")) == {"n1": FAIL}
-    verdicts = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
-    assert verdicts == {"n1": WARN, "n2": WARN, "run": WARN}
-    assert next(one for one in run.published if one.node is None).cause is Cause.SOFTWARE
 
 
 @pytest.mark.parametrize(("nodes", "many"), [(4, 2), (10, 2), (11, 3), (20, 4)])
@@ -132,26 +115,6 @@ def test_late_findings_of_a_shared_cause_are_held_back_until_it_expires() -> Non
     assert run.finds(on("n3"), after=SHARED_CAUSE_LIFETIME_S / 2)["n3"] is WARN
     assert run.finds(on("n3"), after=SHARED_CAUSE_LIFETIME_S / 2)["n3"] is FAIL
     assert "run" not in run.finds(on("n3"), after=1.0)
-
-
-def test_shared_cause_lasts_while_enough_nodes_report_it() -> None:
-    run = Run()
-    for _ in range(5):
-        assert run.finds(on("n1"), on("n2"), after=SHARED_CAUSE_LIFETIME_S / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
-
-
-def test_unchanged_situation_gives_equal_findings() -> None:
-    run = Run()
-    run.finds(on("n1"), on("n2"))
-    before = run.published
-    run.finds(on("n1"), on("n2"), after=60.0)
-    assert run.published == before
-
-
-def test_proof_is_not_held_back() -> None:
-    run = Run()
-    proofs = [on(f"n{i}", Cause.GPU, "xid", "", proof=True) for i in range(5)]
-    assert set(run.finds(*proofs).values()) == {FAIL}
 
 
 def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: bool = False) -> Finding:
@@ -216,95 +179,12 @@ def test_rollouts_all_stalled_at_once_are_held_back_for_a_while_and_only_once() 
     assert run.finds(after=1.0) == {}
 
 
-@pytest.mark.parametrize("hung", [1, 2])
-def test_rollouts_stalled_while_others_work_fail(hung: int) -> None:
-    run = Run(rollouts=3)
-    assert set(run.finds(*(stalls(i) for i in range(hung))).values()) == {FAIL}
-
-
-def test_rollouts_stalled_one_after_another_have_no_shared_cause() -> None:
-    run = Run(rollouts=3)
-    assert set(run.finds(*(stalls(i, since=100.0 * i) for i in range(3))).values()) == {FAIL}
-
-
-def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
-    """Stop the heartbeats of workers at the given times. Each worker is on its own node, which still sends messages."""
-    run.context = replace(
-        run.context,
-        silent_workers={
-            Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at)
-            for index, (name, at) in enumerate(began.items())
-        },
-    )
-
-
-def silence(name: str, since: float) -> Finding:
-    evidence = (Evidence("manager", "no heartbeat for 10 s after the last one", since),)
-    return Finding(
-        "worker_silence",
-        FAIL,
-        Cause.PROCESS,
-        Remedy.RESTART,
-        since,
-        evidence,
-        incarnation=Incarnation(ReplicaId(name), 1),
-    )
-
-
-def test_workers_silent_on_three_nodes_are_held_back_for_a_while_and_only_once() -> None:
-    run, names = Run(), ("rollout/0", "rollout/1", "trainer/0.0")
-    _without_heartbeats(run, dict.fromkeys(names, 990.0))
-    every = [silence(name, 990.0) for name in names]
-    assert run.finds(every[0]) == {"rollout/0": WARN, "run": WARN}, (
-        "rollout/0 must be held back: two more workers are silent, too"
-    )
-    assert set(run.finds(*every, after=1.0).values()) == {WARN}
-    assert run.next_check == run.now - 1.0 + SILENCE_GRACE_S
-    assert set(run.finds(*every, after=SILENCE_GRACE_S).values()) == {FAIL, WARN}
-    assert run.finds(*every)["rollout/0"] is FAIL
-    assert run.finds(after=1.0) == {}
-
-
-@pytest.mark.parametrize(
-    "began",
-    [
-        {"rollout/0": 990.0, "rollout/1": 990.0},
-        {"rollout/0": 990.0, "rollout/1": 990.0, "rollout/2": 970.0},
-        {"trainer/0.0": 990.0, "trainer/0.1": 990.0, "trainer/0.2": 990.0},
-    ],
-    ids=["two", "one long before", "one gang"],
-)
-def test_workers_silent_independently_fail(began: dict[str, float]) -> None:
-    run = Run()
-    _without_heartbeats(run, began)
-    first = next(iter(began))
-    assert run.finds(silence(first, began[first])) == {first: FAIL}
-
-
-def test_silent_workers_of_one_node_are_not_held_back() -> None:
-    run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
-    run.context = replace(
-        run.context, silent_workers={Incarnation(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names}
-    )
-    assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
-
-
-def test_two_stalled_rollouts_have_no_shared_cause() -> None:
-    run = Run(rollouts=2)
-    assert set(run.finds(stalls(0), stalls(1)).values()) == {FAIL}
-
-
 def test_first_failed_rollout_is_held_back_while_all_others_are_suspected() -> None:
     run = Run(rollouts=3)
     suspected = [replace(stalls(i, since=990.0), verdict=WARN, detector="suspected") for i in (1, 2)]
     verdicts = run.finds(stalls(0, since=985.0), *suspected)
     assert verdicts == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
     assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
-
-
-def test_suspected_rollouts_have_no_shared_cause_until_one_fails() -> None:
-    run = Run(rollouts=3)
-    assert "run" not in run.finds(*(replace(stalls(i), verdict=WARN) for i in range(3)))
 
 
 def test_excluded_node_does_not_hold_back_findings_indefinitely() -> None:
@@ -358,3 +238,43 @@ def test_next_manager_restores_shared_causes_and_starts_of_failures() -> None:
     assert all(before[one.key] == one for one in run.published)
     run.state = restore_state([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
     assert run.finds(on("n3", Cause.GPU, "ecc"), on("n4", Cause.GPU, "ecc"))["n4"] is FAIL
+
+
+def _without_heartbeats(run: Run, began: dict[str, float]) -> None:
+    """Stop the heartbeats of workers at the given times. Each worker is on its own node, which still sends messages."""
+    run.context = replace(
+        run.context,
+        silent_workers={
+            Incarnation(ReplicaId(name), 1): (NodeName(f"n{index}"), at)
+            for index, (name, at) in enumerate(began.items())
+        },
+    )
+
+
+def silence(name: str, since: float) -> Finding:
+    evidence = (Evidence("manager", "no heartbeat for 10 s after the last one", since),)
+    return Finding(
+        "worker_silence",
+        FAIL,
+        Cause.PROCESS,
+        Remedy.RESTART,
+        since,
+        evidence,
+        incarnation=Incarnation(ReplicaId(name), 1),
+    )
+
+
+@pytest.mark.parametrize(
+    "began",
+    [
+        {"rollout/0": 990.0, "rollout/1": 990.0},
+        {"rollout/0": 990.0, "rollout/1": 990.0, "rollout/2": 970.0},
+        {"trainer/0.0": 990.0, "trainer/0.1": 990.0, "trainer/0.2": 990.0},
+    ],
+    ids=["two", "one long before", "one gang"],
+)
+def test_workers_silent_independently_fail(began: dict[str, float]) -> None:
+    run = Run()
+    _without_heartbeats(run, began)
+    first = next(iter(began))
+    assert run.finds(silence(first, began[first])) == {first: FAIL}

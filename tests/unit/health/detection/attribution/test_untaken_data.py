@@ -7,8 +7,8 @@ from rrl.core.types import DataReport, Incarnation, ReplicaId
 from rrl.health.detection.attribution.untaken_data import UNTAKEN_FACTOR
 from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUTS, STORE, TRAINER, Trace, fail
 
-LIMIT_S = UNTAKEN_FACTOR * PHASES[WAIT_DATA].shortest
 LONGEST_S = PHASES[WAIT_DATA].longest
+LIMIT_S = UNTAKEN_FACTOR * PHASES[WAIT_DATA].shortest
 RANK_1 = Incarnation(ReplicaId("trainer/0.1"), 1)
 CHARGED = {fail("data_untaken", TRAINER)}
 
@@ -21,21 +21,6 @@ def job(loads: tuple[float, float | None, float | None] | None = IDLE) -> Trace:
     if loads is not None:
         trace.loads[TRAINER] = loads
     return trace
-
-
-def test_idle_trainer_that_leaves_data_at_the_store_is_charged_while_rollouts_work() -> None:
-    trace = job()
-    trace.play(LIMIT_S - 5)
-    assert trace.found() == set()
-    trace.play(10)
-    assert trace.found() == CHARGED
-
-
-def test_trainer_is_not_charged_while_the_store_has_no_complete_step() -> None:
-    trace = job()
-    trace.data = DataReport()
-    trace.play(10 * LIMIT_S)
-    assert trace.found() == set()
 
 
 def test_time_of_untaken_data_restarts_when_the_store_gets_a_request() -> None:
@@ -69,14 +54,6 @@ def test_trainer_at_work_on_its_data_has_the_longest_time_of_the_phase() -> None
     assert trace.found() == CHARGED
 
 
-def test_trainer_without_loads_has_the_longest_time_of_the_phase() -> None:
-    trace = job(None)
-    trace.play(LONGEST_S - 5)
-    assert trace.found() == set()
-    trace.play(10)
-    assert trace.found() == CHARGED
-
-
 def test_heartbeats_of_a_silent_store_do_not_count() -> None:
     trace = job()
     trace.play(LIMIT_S - 30)
@@ -103,25 +80,6 @@ def test_rank_waiting_for_rank_0_is_not_charged_while_rank_0_is_in_another_phase
     trace.loads[TRAINER] = (1.0, 0.0, 0.0)
     trace.play(2 * LIMIT_S)
     assert trace.found() == set()
-
-
-def test_rank_that_requests_data_itself_and_stays_behind_is_charged() -> None:
-    trace = job()
-    trace.node("n4", RANK_1, phase=WAIT_DATA)
-    trace.loads[RANK_1] = IDLE
-    trace.enter(TRAINER, "train")
-    trace.loads[TRAINER] = (1.0, 1.0, 0.5)
-    trace.play(LIMIT_S + 5)
-    assert trace.found() == {fail("data_untaken", RANK_1)}
-
-
-def test_stalled_run_charges_the_trainer_and_not_the_idle_store() -> None:
-    trace = job()
-    for rollout in ROLLOUTS:
-        trace.enter(rollout, "wait_work")
-    trace.still |= {STORE, *ROLLOUTS}
-    trace.play(PHASES["serve"].shortest + 5)
-    assert trace.found() == CHARGED
 
 
 def test_next_manager_counts_from_its_own_start() -> None:

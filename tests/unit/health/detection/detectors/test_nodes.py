@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import nextafter
 
 from rrl.core.launch import ExitReason
-from rrl.core.types import Cause, Incarnation, NodeName, Remedy
+from rrl.core.types import Incarnation, NodeName, Remedy
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
 N1 = NodeName("n1")
@@ -13,15 +13,6 @@ N1 = NodeName("n1")
 
 def two_nodes() -> Trace:
     return Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
-
-
-def test_node_reported_down_fails_with_proof() -> None:
-    trace = two_nodes()
-    trace.monitor.on_node_status(N1, "down", "DOWN* Not responding", trace.now)
-    finding = trace.only()
-    assert trace.found() == {fail("node_down", "n1")}
-    assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.NODE, Remedy.EXCLUDE)
-    assert finding.evidence[0].text == "down: DOWN* Not responding"
 
 
 def test_further_readings_do_not_change_the_finding() -> None:
@@ -46,19 +37,6 @@ def test_node_is_trusted_again_after_two_good_readings() -> None:
         assert len(trace.findings()) == expected, state
 
 
-def test_silent_agent_alone_warns_first_and_then_fails_itself() -> None:
-    trace = two_nodes()
-    last = trace.now
-    trace.heartbeat_missing.add(agent_of("n1"))
-    trace.play(2 * LIMITS.silence - 0.5)
-    assert trace.found(nextafter(trace.now, 0)) == {warn("node_lost", "n1")}
-    assert trace.only().since == last
-    trace.play(1)
-    assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
-    trace.play(500)
-    assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
-
-
 def test_silent_agent_does_not_fail_if_its_whole_node_is_silent() -> None:
     trace = two_nodes()
     trace.heartbeat_missing.add(agent_of("n1"))
@@ -66,43 +44,6 @@ def test_silent_agent_does_not_fail_if_its_whole_node_is_silent() -> None:
     trace.heartbeat_missing |= set(ROLLOUTS[:2])
     trace.play(LIMITS.silence)
     assert trace.found() == {fail("node_lost", "n1")}
-
-
-def test_silent_agent_and_silent_replicas_fail_the_node() -> None:
-    trace = two_nodes()
-    trace.play(5)
-    last = trace.now
-    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
-    trace.play(9)
-    due = last + LIMITS.silence
-    assert trace.found(nextafter(due, 0)) == set()
-    assert trace.found(due) == {fail("node_lost", "n1")}, (
-        "the silence of the replicas on the lost node has findings of its own"
-    )
-    finding = trace.only(due)
-    assert (finding.since, finding.remedy, finding.proof) == (last, Remedy.EXCLUDE, False)
-    assert [one.text for one in finding.evidence] == [
-        "agent agent/n1#1 is silent",
-        "silent too: rollout/0#1, rollout/1#1",
-    ]
-
-
-def test_node_with_one_responsive_replica_does_not_fail() -> None:
-    trace = two_nodes()
-    trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[0]}
-    trace.play(100)
-    assert trace.found() == {
-        warn("node_lost", "n1"),
-        fail("worker_silence", ROLLOUTS[0]),
-        fail("agent_silence", agent_of("n1")),
-    }
-
-
-def test_silent_spare_node_only_warns_and_its_agent_fails() -> None:
-    trace = two_nodes().node("n3")
-    trace.heartbeat_missing.add(agent_of("n3"))
-    trace.play(1000)
-    assert trace.found() == {warn("node_lost", "n3"), fail("agent_silence", agent_of("n3"))}
 
 
 def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
@@ -144,13 +85,6 @@ def test_starting_replica_does_not_prevent_the_loss_of_its_node() -> None:
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_node_on_which_nothing_joins_is_lost() -> None:
-    trace = Trace()
-    trace.launch(agent_of("n1"), "n1")
-    trace.launch(ROLLOUT, "n1")
-    assert trace.found(trace.now + LIMITS.join) == {fail("node_lost", "n1")}
-
-
 def test_node_stays_lost_after_its_replicas_and_agent_are_replaced() -> None:
     trace = two_nodes()
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
@@ -166,16 +100,6 @@ def test_node_stays_lost_after_its_replicas_and_agent_are_replaced() -> None:
     trace.monitor.remove(agent_of("n1"))
     trace.play(50)
     assert trace.findings() == found
-
-
-def test_lost_node_that_sends_messages_again_has_no_finding() -> None:
-    trace = two_nodes()
-    trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
-    trace.play(20)
-    trace.monitor.remove(ROLLOUTS[0])
-    trace.heartbeat_missing -= {agent_of("n1")}
-    trace.play(5)
-    assert trace.found() == {fail("worker_silence", ROLLOUTS[1])}
 
 
 def test_replica_removed_before_a_node_falls_silent_is_no_witness() -> None:
@@ -220,14 +144,6 @@ def test_proof_about_a_replica_is_kept_on_a_failed_node() -> None:
 
 
 # ── spares ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_silent_agent_of_a_spare_fails_after_six_times_the_limit() -> None:
-    trace = Trace().node("n1", ROLLOUT).node("n9")
-    trace.play(10)
-    trace.heartbeat_missing.add(agent_of("n9"))
-    trace.play(6 * LIMITS.silence - 1)
-    assert trace.found() == {warn("node_lost", "n9")}
-    trace.play(1)
-    assert trace.found() == {warn("node_lost", "n9"), fail("agent_silence", agent_of("n9"))}
 
 
 def test_next_agent_of_a_spare_that_does_not_join_fails_too() -> None:
@@ -239,16 +155,6 @@ def test_next_agent_of_a_spare_that_does_not_join_fails_too() -> None:
     trace.monitor.on_launched(heir, NodeName("n9"), trace.now)
     trace.play(LIMITS.join)
     assert trace.found() == {fail("never_joined", heir)}
-
-
-def test_silent_agent_of_a_suspended_spare_does_not_fail() -> None:
-    trace = Trace().node("n1", ROLLOUT).node("n9")
-    trace.play(10)
-    trace.heartbeat_missing.add(agent_of("n9"))
-    trace.play(5)
-    trace.monitor.on_job_status(NodeName("n9"), True, trace.now, trace.now)
-    trace.play(20 * LIMITS.silence)
-    assert trace.found() == set()
 
 
 # ── the cluster as the witness of a step's end ───────────────────────────────────────────────────────────────────────

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from math import inf, nextafter
+from math import nextafter
 
 import pytest
 
 from rrl.core.launch import ExitReason
-from rrl.core.phases import PHASES, Phase, PhaseSpec
+from rrl.core.phases import PHASES, PhaseSpec
 from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Flag, Incarnation, NodeName, RaisedException, Remedy, ReplicaId
 from rrl.health.detection.detectors.base import SLOW_START_FACTOR
-from rrl.health.detection.detectors.liveness import (
-    CPU_ACTIVE_SILENCE_FACTOR,
-    STOPPED_SILENCE_FACTOR,
-    missing_heartbeats,
-)
-from rrl.health.detection.detectors.pass_deadlines import FIRST_IDLE_SHARE, MAX_BLIND_TRAINING_S
-from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
+from rrl.health.detection.detectors.liveness import CPU_ACTIVE_SILENCE_FACTOR, missing_heartbeats
 from rrl.tests.support.health.traces import (
-    BUSY,
-    IDLE,
     LIMITS,
-    NO_PROBE_HANDLER,
     ROLLOUT,
     ROLLOUTS,
     STORE,
@@ -136,18 +127,6 @@ def test_only_a_program_that_returns_by_itself_is_a_clean_exit(
     assert trace.only(trace.now + 4 * LIMITS.heartbeat).flags == flags
 
 
-def test_replica_that_does_not_end_after_goodbye_fails() -> None:
-    trace = one_rollout("stopping")
-    trace.monitor.on_goodbye(ROLLOUT, trace.now)
-    trace.monitor.on_goodbye(ROLLOUT, trace.now + 5)
-    due = trace.now + PHASES["stopping"].longest
-    trace.play(PHASES["stopping"].longest)
-    assert trace.found(before(due)) == set()
-    assert trace.found() == {fail("stop_overdue", ROLLOUT)}
-    trace.monitor.on_stop_requested(ROLLOUT, trace.now)
-    assert trace.found() == set(), "a replica that was asked to stop is still overdue"
-
-
 def test_end_for_invalid_configuration_has_its_flag_and_only_its_message() -> None:
     trace = Trace().node("n1", ROLLOUT)
     message = "[task] has no such dataset"
@@ -194,24 +173,7 @@ def test_witnessed_end_after_a_stop_request_is_no_failure() -> None:
     assert trace.found() == set()
 
 
-def test_agent_exit_fails_like_that_of_any_replica() -> None:
-    trace = one_rollout()
-    trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
-    assert trace.found() == {fail("exit_record", agent_of("n1"))}
-
-
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_silent_worker_on_a_responsive_node_fails_at_the_limit() -> None:
-    trace = one_rollout()
-    trace.play(5)
-    last = trace.now
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.play(9)
-    due = last + LIMITS.silence
-    assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("worker_silence", ROLLOUT)}
-    finding = trace.only(due)
-    assert (finding.since, finding.cause, finding.proof) == (last, Cause.PROCESS, False)
 
 
 def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
@@ -226,53 +188,6 @@ def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
     assert trace.only().evidence[0].text == "no heartbeat for 30 s, in phase generate"
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
-
-
-def rollout_that_a_tracer_stops() -> Trace:
-    trace = one_rollout()
-    trace.loads[ROLLOUT] = (0.0, 0.0, 0.0)
-    trace.play(6)
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.stopped.add(ROLLOUT)
-    return trace
-
-
-def test_worker_that_a_tracer_stops_has_three_times_the_limit() -> None:
-    trace = rollout_that_a_tracer_stops()
-    trace.play(STOPPED_SILENCE_FACTOR * LIMITS.silence - 1)
-    assert trace.found() == set()
-    trace.play(1)
-    assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    assert trace.only().evidence[0].text.endswith("; one of its processes is stopped (SIGSTOP, or a tracer)")
-
-
-def test_worker_that_a_tracer_continues_has_no_finding() -> None:
-    trace = rollout_that_a_tracer_stops()
-    for _ in range(11):
-        trace.play(1)
-        assert trace.found() == set()
-    trace.heartbeat_missing.clear()
-    trace.stopped.clear()
-    trace.play(30)
-    assert trace.found() == set()
-
-
-@pytest.mark.parametrize("load", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
-def test_silent_worker_without_cpu_load_has_the_normal_limit(load: tuple[float, float, float]) -> None:
-    trace = one_rollout()
-    trace.loads[ROLLOUT] = load
-    trace.play(6)
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.play(LIMITS.silence)
-    assert trace.found() == {fail("worker_silence", ROLLOUT)}
-
-
-@pytest.mark.parametrize("phase", sorted(PHASES))
-def test_worker_without_heartbeats_fails_in_every_phase(phase: str) -> None:
-    trace = one_rollout(phase)
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.play(10)
-    assert fail("worker_silence", ROLLOUT) in trace.found()
 
 
 def test_silence_after_goodbye_is_expected() -> None:
@@ -344,25 +259,6 @@ def test_missing_heartbeats_lists_other_workers_once_one_is_silent() -> None:
     assert missing_heartbeats(trace.findings(), trace.monitor, LIMITS, trace.now) == silent
 
 
-def test_worker_that_sends_messages_again_has_no_finding() -> None:
-    trace = one_rollout()
-    trace.heartbeat_missing.add(ROLLOUT)
-    trace.play(30)
-    assert trace.found() == {fail("worker_silence", ROLLOUT)}
-    trace.heartbeat_missing.clear()
-    trace.play(1)
-    assert trace.found() == set()
-
-
-def test_launch_without_hello_fails_at_the_join_limit() -> None:
-    trace = Trace().node("n1")
-    trace.launch(ROLLOUT, "n1")
-    due = trace.now + LIMITS.join
-    trace.play(LIMITS.join)
-    assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("never_joined", ROLLOUT)}
-
-
 STANDBY_PROCESS = Incarnation(ReplicaId("standby/n1"), 3)
 PROMOTE = 4 * LIMITS.heartbeat
 
@@ -374,19 +270,6 @@ def promoted() -> Trace:
     assert trace.found() == set(), "a standby process has a finding because it does nothing"
     trace.monitor.on_launched(TRAINER, NodeName("n1"), trace.now, STANDBY_PROCESS, PROMOTE)
     return trace
-
-
-def test_promoted_standby_without_hello_fails_long_before_a_launch() -> None:
-    trace = promoted()
-    due = trace.now + PROMOTE
-    trace.play(PROMOTE)
-    assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("promotion_overdue", TRAINER)}
-    (finding,) = trace.findings()
-    assert finding.evidence[0].text == "standby/n1#3 on n1 was promoted to it, but sent no Hello within 4 s"
-    assert trace.monitor.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, (
-        "the promoted standby process is still in the table"
-    )
 
 
 def test_running_step_does_not_extend_the_deadline_of_a_promotion() -> None:
@@ -421,23 +304,6 @@ def alive(trace: Trace, seconds: float) -> None:
         trace.monitor.on_step_alive(ROLLOUT, trace.now)
 
 
-def test_slow_start_of_a_running_step_warns_first() -> None:
-    trace = Trace().node("n1")
-    trace.launch(ROLLOUT, "n1")
-    due = trace.now + 5 * LIMITS.join
-    alive(trace, LIMITS.join - 1)
-    assert trace.found() == set()
-    alive(trace, 1)
-    assert trace.found() == {warn("never_joined", ROLLOUT)}
-    first = trace.findings()
-    alive(trace, 4 * LIMITS.join - 1)
-    assert trace.findings() == first
-    assert detect_fresh(trace.monitor, trace.now, LIMITS)[1] <= due
-    alive(trace, 1)
-    assert trace.now == due
-    assert trace.found() == {fail("never_joined", ROLLOUT)}
-
-
 def test_slow_standby_process_has_no_warning_before_the_slow_start_limit() -> None:
     trace = Trace().node("n1")
     trace.launch(STANDBY_PROCESS, "n1")
@@ -461,16 +327,6 @@ def test_step_reported_running_long_ago_has_no_extra_time() -> None:
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
-def test_slow_start_is_no_witness_before_its_own_deadline() -> None:
-    trace = Trace().node("n1")
-    trace.launch(ROLLOUT, "n1")
-    alive(trace, 150)
-    trace.heartbeat_missing.add(agent_of("n1"))
-    reported_at = trace.now
-    assert trace.found(reported_at + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
-    assert trace.found(reported_at + LIMITS.join) == {fail("node_lost", "n1")}
-
-
 def test_running_step_is_neither_joined_nor_responsive() -> None:
     trace = one_rollout()
     trace.heartbeat_missing.add(ROLLOUT)
@@ -478,102 +334,7 @@ def test_running_step_is_neither_joined_nor_responsive() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
-def test_agent_that_never_joins_fails_itself() -> None:
-    trace = Trace()
-    trace.launch(agent_of("n1"), "n1")
-    assert trace.found(trace.now + LIMITS.join) == {fail("never_joined", agent_of("n1"))}
-
-
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_rollout_without_tokens_hangs_after_the_adaptive_deadline() -> None:
-    trace = one_rollout()
-    trace.play(20)  # usual gap between tokens 1 s: the deadline is the phase's shortest one
-    last = trace.now
-    trace.still.add(ROLLOUT)
-    trace.play(299)
-    due = last + PHASES["generate"].shortest
-    assert trace.found(before(due)) == {warn("suspected", ROLLOUT)}
-    assert trace.found(due) == {fail("no_progress", ROLLOUT)}
-    finding = trace.only(due)
-    assert (finding.cause, finding.remedy, finding.since) == (Cause.HANG, Remedy.RESTART, last)
-    assert finding.evidence[0].text == (
-        "phase generate: no progress within 300 s (5 x usual 1 s, within 300 to 3600 s)"
-    )
-
-
-def test_first_pass_has_the_longest_deadline_and_grace() -> None:
-    trace = one_rollout()
-    trace.still.add(ROLLOUT)
-    began = trace.now
-    due = began + PHASES["generate"].longest + LIMITS.first_pass
-    trace.play(due - began)
-    assert trace.found(before(due)) == {warn("suspected", ROLLOUT)}
-    assert trace.found(due) == {fail("no_progress", ROLLOUT)}
-
-
-@pytest.mark.parametrize("phase", ["publish", "score", "checkpoint"])
-def test_idle_first_pass_has_no_grace_for_compiling(phase: str) -> None:
-    trace = one_rollout(phase)
-    trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: NO_PROBE_HANDLER}
-    trace.still.add(ROLLOUT)
-    due = FIRST_IDLE_SHARE * PHASES[phase].longest
-    trace.play(due - 2)
-    assert trace.found() == set()
-    trace.play(4)
-    assert [observed[1:] for observed in trace.found()] == [(str(ROLLOUT), "FAIL")]
-    assert due <= 900
-
-
-@pytest.mark.parametrize("phase", ["publish", "checkpoint"])
-def test_working_first_pass_has_its_grace(phase: str) -> None:
-    trace = one_rollout(phase)
-    trace.loads[ROLLOUT] = (0.5, 0.0, 0.0)
-    trace.play(PHASES[phase].longest + LIMITS.first_pass - 1)
-    assert trace.found() == set()
-    trace.play(1)
-    assert trace.found() == {fail("phase_overdue", ROLLOUT)}
-
-
-def test_idle_replacement_is_judged_by_the_baseline_at_once() -> None:
-    trace = one_rollout("publish")
-    trace.loads[ROLLOUT] = BUSY
-    trace.learn(ROLLOUT, "publish", 10.0, between="train")
-    second = Incarnation(ROLLOUT.replica, 2)
-    trace.launch(second, "n1")
-    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
-    trace.enter(second, "publish")
-    trace.loads = {second: IDLE}
-    trace.play(PHASES["publish"].shortest - 1)
-    assert trace.found() == set()
-    trace.play(3)
-    assert trace.found() == {fail("phase_overdue", second)}
-
-
-@pytest.mark.parametrize(("tensor", "hours"), [(None, 200 / 60), (0.4, 6)])
-def test_busy_gpu_without_tensor_core_loads_extends_long_steps_less(tensor: float | None, hours: float) -> None:
-    trace = one_rollout("train")
-    trace.loads[ROLLOUT] = 1.0, 1.0, tensor
-    trace.learn(ROLLOUT, "train", 2400.0)
-    trace.enter(ROLLOUT, "train")
-    due = trace.now + max(hours * 3600.0, MAX_BLIND_TRAINING_S)
-    trace.play(due - 1 - trace.now)
-    assert trace.found() == set()
-    trace.play(1)
-    assert trace.found() == {fail("phase_overdue", ROLLOUT)}
-
-
-def test_replacement_gets_first_pass_grace_on_top_of_the_baseline() -> None:
-    trace = one_rollout()
-    trace.play(20)
-    second = Incarnation(ROLLOUT.replica, 2)
-    trace.launch(second, "n1")
-    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
-    trace.enter(second, "generate")
-    trace.still.add(second)
-    due = trace.now + PHASES["generate"].shortest + LIMITS.first_pass
-    trace.play(due - trace.now)
-    assert trace.found(before(due)) == {warn("suspected", second)}
-    assert trace.found(due) == {fail("no_progress", second)}
 
 
 def test_no_progress_needs_three_heartbeats_that_show_it() -> None:
@@ -590,44 +351,6 @@ def test_no_progress_needs_three_heartbeats_that_show_it() -> None:
     assert trace.found() == {fail("no_progress", ROLLOUT)}
 
 
-@pytest.mark.parametrize("phase", [p.name for p in PHASES.values() if not p.progresses])
-def test_temporary_standstill_is_normal_in_phases_without_progress(phase: str) -> None:
-    trace = one_rollout(phase)
-    trace.play(250)
-    assert trace.found() == set()
-
-
-def test_endless_training_step_is_overdue_at_the_adaptive_deadline() -> None:
-    trace = Trace().node("n1", TRAINER, phase="publish")
-    trace.learn(TRAINER, "train", 200.0, passes=5)
-    trace.enter(TRAINER, "train")
-    began = trace.now
-    due = began + LIMITS.adaptive * 200.0
-    trace.play(due - began)
-    assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("phase_overdue", TRAINER)}
-    assert trace.only(due).cause == Cause.HANG
-
-
-@pytest.mark.parametrize(("usual", "deadline"), [(2.0, 600.0), (5000.0, 21600.0)])
-def test_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float, deadline: float) -> None:
-    trace = Trace().node("n1", TRAINER, phase="publish")
-    trace.learn(TRAINER, "train", usual, passes=5)
-    trace.enter(TRAINER, "train")
-    began = trace.now
-    trace.play(deadline)
-    assert trace.found(before(began + deadline)) == set()
-    assert trace.found(began + deadline) == {fail("phase_overdue", TRAINER)}
-
-
-def test_long_phase_with_progress_is_not_overdue() -> None:
-    trace = Trace().node("n1", TRAINER, phase="train")
-    for _ in range(40):
-        trace.play(100)
-        trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
-    assert trace.found() == set()
-
-
 def test_running_deadline_does_not_move_with_the_baseline() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="publish")
     for incarnation in ROLLOUTS[:2]:
@@ -638,38 +361,6 @@ def test_running_deadline_does_not_move_with_the_baseline() -> None:
     assert [f.detector for f in found] == ["phase_overdue"]
     trace.learn(ROLLOUTS[1], "checkpoint", 250.0, passes=8, between="serve")
     assert trace.findings() == found
-
-
-def test_overdue_undeclared_phase_only_warns() -> None:
-    trace = Trace().node("n1", TRAINER, phase="my_evaluation")
-    trace.play(Phase("my_evaluation").longest + LIMITS.first_pass)
-    assert trace.found() == {warn("phase_overdue", TRAINER)}
-
-
-@pytest.mark.parametrize(
-    ("phase", "usual", "once"),
-    [
-        ("train", 20.0, 360.0),  # an evaluation within the phase
-        ("between", 1.0, 360.0),  # an evaluation outside of every phase
-        ("checkpoint", 2.0, 180.0),  # shared storage stalls
-        ("publish", 2.0, 180.0),
-        ("score", 1.0, 180.0),  # a backlog that is scored as a whole
-        ("serve", 1.0, 180.0),  # the store's fsync stalls, and all other roles wait for it
-    ],
-)
-def test_pass_of_minutes_that_usually_takes_seconds_is_no_hang(phase: str, usual: float, once: float) -> None:
-    trace = Trace().node("n1", TRAINER, phase="wait_data")
-    trace.learn(TRAINER, phase, usual, passes=6, between="wait_data")
-    trace.still.add(TRAINER)
-    trace.enter(TRAINER, phase)
-    trace.play(once)
-    assert trace.found() == set()
-
-
-def test_first_training_step_of_hours_is_no_hang() -> None:
-    trace = Trace().node("n1", TRAINER, phase="train")
-    trace.play(6 * 3600)
-    assert trace.found() == set()
 
 
 # ── bounds that the job sets ─────────────────────────────────────────────────────────────────────────────────────────
@@ -686,15 +377,6 @@ def test_job_settings_move_the_bounds_of_a_phase() -> None:
     trace.play(30)
     assert trace.found(before(began + 30)) == set()
     assert trace.found() == {fail("phase_overdue", TRAINER)}, "the deadline must be at least `shortest`"
-
-
-def test_job_defined_phase_fails_at_its_declared_limit() -> None:
-    own = PhaseSpec(longest=100.0, progresses=False)
-    trace = Trace(Limits(first_pass=0.0, phases={"my_evaluation": own})).node("n1", TRAINER, phase="my_evaluation")
-    trace.play(99)
-    assert trace.found() == set()
-    trace.play(1)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
 def test_job_defined_phase_can_require_progress() -> None:
@@ -746,25 +428,6 @@ def test_time_blocked_by_another_replica_does_not_count_afterwards(phase: str, d
     assert trace.found() == {fail(detector, TRAINER)}, "the trainer's deadline must run from the end of its wait"
 
 
-def test_replacement_has_the_full_start_time_despite_short_phases_before() -> None:
-    trace = Trace().node("n1", TRAINER, phase="train")
-    trace.learn(TRAINER, "starting", 1.0, passes=6, between="train")
-    second = Incarnation(TRAINER.replica, 2)
-    trace.launch(second, "n1")
-    trace.monitor.on_hello(second, NodeName("n1"), "starting", trace.now)
-    due = trace.now + PHASES["starting"].longest + LIMITS.first_pass
-    trace.play(due - trace.now)
-    assert trace.found(before(due)) == set()
-    assert trace.found(due) == {fail("phase_overdue", second)}
-
-
-def test_phase_without_a_limit_is_never_overdue() -> None:
-    assert PHASES["serve"].longest == inf
-    trace = Trace().node("n1", TRAINER, phase="serve")
-    trace.play(5000)
-    assert trace.found() == set()
-
-
 def test_evidence_and_since_contain_no_running_seconds() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
     trace.play(20)
@@ -776,28 +439,6 @@ def test_evidence_and_since_contain_no_running_seconds() -> None:
     assert len(found) == 3
     trace.play(333)
     assert trace.findings() == found
-
-
-def test_every_detector_is_in_the_ladder_by_strength_of_evidence() -> None:
-    names = [detector.__name__ for detector in PROGRESS_DETECTORS]
-    proofs_first = ["exit_record", "step_gone", "stop_overdue", "promotion_overdue", "never_joined", "worker_silence"]
-    assert names[:6] == proofs_first
-    assert names[7:9] == ["engine_dead", "no_answer"], "reports of the replica itself must come before deadlines"
-    assert names[-2:] == ["suspected", "straggler"], "detectors that only warn must come last"
-    assert set(names[6:]) == {
-        "agent_silence",
-        "engine_dead",
-        "no_answer",
-        "no_progress",
-        "phase_overdue",
-        "computes_nothing",
-        "load_stalled",
-        "wait_overdue",
-        "wait_long",
-        "idle",
-        "suspected",
-        "straggler",
-    }
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.health.detection.detectors.pass_deadlines import (
-    BUSY_DEADLINE_FACTOR,
-    MAX_BLIND_TRAINING_S,
-    MAX_FIRST_SAME_STACK_S,
-    MAX_ONE_FUNCTION_S,
-    MAX_SAME_STACK_S,
-    MAX_SPINNING_SAVE_S,
-)
+from rrl.health.detection.detectors.pass_deadlines import MAX_BLIND_TRAINING_S, MAX_ONE_FUNCTION_S
 from rrl.health.detection.detectors.stack_samples import FIRST_SAMPLE_S, SAMPLE_INTERVAL_S, due_stack_samples
 from rrl.health.detection.records import StackSample
-from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, ROLLOUT, SPINNING, TRAINER, Trace, fail
+from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUT, TRAINER, Trace, fail
 
 BLIND = (1.0, 1.0, None)
 """Load of a rank whose kernels run on a node without DCGM."""
@@ -53,15 +46,6 @@ def play(trace: Trace, seconds: float, *stacks: StackSample | None) -> int:
     return count
 
 
-def test_gang_that_stands_at_one_line_with_busy_gpus_fails_long_before_a_blind_step() -> None:
-    trace = training()
-    play(trace, MAX_FIRST_SAME_STACK_S - 5, HANG)
-    assert trace.found() == set()
-    play(trace, 10, HANG)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}
-    assert MAX_FIRST_SAME_STACK_S <= MAX_BLIND_TRAINING_S / 8
-
-
 @pytest.mark.parametrize(
     "stacks",
     [
@@ -79,13 +63,6 @@ def test_gang_that_does_not_stand_at_one_line_has_its_deadline(stacks: Samples) 
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
-def test_collective_that_takes_minutes_once_is_no_hang() -> None:
-    trace = training()
-    play(trace, MAX_FIRST_SAME_STACK_S - 10, HANG)
-    play(trace, MAX_BLIND_TRAINING_S - 1000, *WORK)
-    assert trace.found() == set()
-
-
 def test_samples_of_an_earlier_step_do_not_count() -> None:
     trace = training()
     play(trace, FIRST_SAMPLE_S + 4 * SAMPLE_INTERVAL_S, HANG)
@@ -94,63 +71,6 @@ def test_samples_of_an_earlier_step_do_not_count() -> None:
         trace.enter(rank, "train")
     view = trace.monitor.replicas[TRAINER.replica]
     assert view.stacks.sample is None
-
-
-def test_second_step_that_stands_at_one_line_is_not_extended_as_work() -> None:
-    trace = Trace().node("n1", TRAINER, phase="wait_data")
-    trace.learn(TRAINER, "train", 300.0, passes=4, between="wait_data")
-    trace.loads[TRAINER] = BLIND
-    trace.enter(TRAINER, "train")
-    play(trace, MAX_SAME_STACK_S - 5, HANG)
-    assert trace.found() == set()
-    play(trace, 10, HANG)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}
-
-
-@pytest.mark.parametrize(
-    ("stacks", "factor"), [(WORK, BUSY_DEADLINE_FACTOR), ((None,), BUSY_DEADLINE_FACTOR), ((APART,), 1.0)]
-)
-def test_busy_gang_without_tensor_signal_has_more_time_unless_its_stacks_stand_still(
-    stacks: Samples, factor: float
-) -> None:
-    trace = Trace()
-    for number, rank in enumerate(RANKS):
-        trace.node(f"n{number}", rank, phase="wait_data")
-        trace.loads[rank] = BLIND
-    for _ in range(4):
-        for phase in ("train", "wait_data"):
-            for rank in RANKS:
-                trace.enter(rank, phase)
-            trace.play(60)
-    for rank in RANKS:
-        trace.enter(rank, "train")
-    play(trace, factor * LIMITS.phase("train").shortest - 5, *stacks)
-    assert trace.found() == set()
-    play(trace, 10, *stacks)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}
-
-
-@pytest.mark.parametrize("phase", ["checkpoint", "publish"])
-def test_save_with_spinning_kernels_fails_once_all_ranks_stand_at_one_line(phase: str) -> None:
-    trace = training(BUSY)
-    trace.play(60)
-    for rank in RANKS:
-        trace.loads[rank] = SPINNING
-        trace.enter(rank, phase)
-    play(trace, MAX_SPINNING_SAVE_S - 5, HANG)
-    assert trace.found() == set()
-    play(trace, 10, HANG)
-    assert trace.found() == {fail("phase_overdue", TRAINER)}
-
-
-def test_save_with_spinning_kernels_goes_on_while_a_rank_writes() -> None:
-    trace = training(BUSY)
-    trace.play(60)
-    for rank in RANKS:
-        trace.loads[rank] = SPINNING
-        trace.enter(rank, "checkpoint")
-    play(trace, 2 * MAX_SPINNING_SAVE_S, APART)
-    assert trace.found() == set()
 
 
 @pytest.mark.parametrize(("stacks", "limit_s"), [(WORK, MAX_ONE_FUNCTION_S), (TWO_FUNCTIONS, 3600.0)])

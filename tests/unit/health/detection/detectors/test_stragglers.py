@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import Limits
-from rrl.core.types import Cause, Incarnation, NodeName, Remedy, ReplicaId
+from rrl.core.types import Incarnation, NodeName, Remedy, ReplicaId
 from rrl.health.detection.baselines import STRAGGLER_ROUNDS, THROUGHPUT_WINDOW_S
 from rrl.tests.support.examples import examples
-from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, detect_fresh, warn
+from rrl.tests.support.health.traces import BUSY, LIMITS, Trace, detect_fresh, warn
 
 ROLLOUTS = tuple(Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
 RANKS = tuple(Incarnation(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))
@@ -39,23 +39,6 @@ def generating(**limits: str) -> Paced:
     return trace
 
 
-def test_rollout_with_a_third_of_its_peers_tokens_is_a_straggler() -> None:
-    trace = generating()
-    trace.rates[SLOW] = 33.0
-    trace.play((STRAGGLER_ROUNDS - 1) * THROUGHPUT_WINDOW_S)
-    assert trace.found() == set()
-    trace.play(2.5 * THROUGHPUT_WINDOW_S)
-    assert trace.found() == {warn("straggler", SLOW)}
-    finding = trace.only()
-    assert (finding.cause, finding.remedy) == (Cause.NODE, Remedy.NONE)
-    found = trace.findings()
-    trace.play(200)
-    assert trace.findings() == found
-    trace.rates[SLOW] = 100.0
-    trace.play(2 * THROUGHPUT_WINDOW_S + 1)
-    assert trace.found() == set(), "a rollout that is no longer slow is still a straggler"
-
-
 def test_node_of_a_straggler_is_excluded_only_if_the_job_says_so() -> None:
     trace = generating(stragglers="exclude")
     trace.rates[SLOW] = 33.0
@@ -70,16 +53,6 @@ def test_slightly_slower_rollout_is_no_straggler() -> None:
     assert trace.found() == set()
 
 
-def test_two_slow_minutes_give_no_finding() -> None:
-    trace = generating()
-    for _ in range(4):
-        trace.rates[SLOW] = 20.0
-        trace.play(2 * THROUGHPUT_WINDOW_S)
-        trace.rates[SLOW] = 100.0
-        trace.play(2 * THROUGHPUT_WINDOW_S)
-        assert trace.found() == set()
-
-
 def test_last_generating_rollout_has_no_peers() -> None:
     trace = generating()
     trace.rates = {SLOW: 20.0}
@@ -87,19 +60,6 @@ def test_last_generating_rollout_has_no_peers() -> None:
         if incarnation != SLOW:
             trace.enter(incarnation, "wait_work")
     trace.play(LONG)
-    assert trace.found() == set()
-
-
-def test_rollout_waiting_for_tools_half_of_the_time_is_not_slow() -> None:
-    trace = generating()
-    for second in range(int(LONG)):
-        tool = second % 20 >= 8
-        trace.loads[SLOW] = IDLE if tool else BUSY
-        trace.rates[SLOW] = 7.0 if tool else 100.0
-        trace.still = {SLOW} if tool else set()
-        if tool:
-            del trace.rates[SLOW]
-        trace.play(1)
     assert trace.found() == set()
 
 

@@ -19,18 +19,14 @@ from rrl.tests.support.nvml.reading import SECONDS, reading_error, result_of_chi
 
 ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
 TREATED_APART = {
-    "UNINITIALIZED",
-    "DRIVER_NOT_LOADED",
-    "LIB_RM_VERSION_MISMATCH",  # end the session
-    "GPU_IS_LOST",
-    "RESET_REQUIRED",
-    "UNKNOWN",  # report a state of the GPU
+    "DRIVER_NOT_LOADED",  # ends the session
+    "GPU_IS_LOST",  # reports a state of the GPU
+    "FUNCTION_NOT_FOUND",  # makes the reader call another function
     "NOT_SUPPORTED",
-    "FUNCTION_NOT_FOUND",  # make the reader call another function
     "NO_PERMISSION",
-    "NOT_READY",  # lose only the value; the reason is rrl's or NVML's text
+    "TIMEOUT",  # loses only the value
 }
-"""Errors that stand for all errors: the reader treats each other error like one of these."""
+"""One error for each way in which the reader treats an error; ``make test-long`` has all of them."""
 EACH_ERROR = [
     name if name.removeprefix("NVML_ERROR_") in TREATED_APART else pytest.param(name, marks=pytest.mark.long)
     for name in ERRORS
