@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rrl.cluster.traits import CLUSTERS
+from rrl.tests.support.import_graph import PACKAGES
 
-PACKAGES = ("api", "cli", "cluster", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 TABLE = "cluster/traits.py"
 """The table that maps the names to traits."""
 

@@ -6,7 +6,7 @@ is all Markdown of the repository in lines. "Before" is a commit (``--before``),
 "after" is the working tree. The seams are those of the working tree:
 
 - ``type_checking_circles``: import circles of modules, where an import for type checkers counts;
-- ``cluster_name_questions``: comparisons with a cluster's name outside of ``cluster/``;
+- ``cluster_name_questions``: questions for a cluster's name (benchmarks/_cluster_questions.py);
 - ``small_single_importer_modules``: modules of at most 80 lines that exactly one module imports.
 
 The last line is one JSON object (benchmarks/_provenance.py).
@@ -21,9 +21,10 @@ import subprocess
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from rrl.benchmarks._cluster_questions import cluster_questions
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
@@ -34,7 +35,6 @@ ROOT = Path(__file__).parents[1]
 BEFORE = "8da9e8f0"
 """The commit before the issue that set the bars."""
 SMALL_LINES = 80
-CLUSTER_NAMES = ("slurm", "local")
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         [(name, f"{before[name]:,}", f"{after[name]:,}", f"{after[name] - before[name]:+,}") for name in names],
     )
     product = Product(ROOT)
-    circles, questions, small = import_circles(product), cluster_name_questions(product), small_modules(product)
+    circles, questions, small = import_circles(product), cluster_questions(ROOT), small_modules(product)
     for title, places in (
         ("import circle", circles),
         ("question for a cluster's name", questions),
@@ -136,25 +136,6 @@ def _git(*arguments: str, entered: str = "") -> bytes:
 def import_circles(product: Product) -> list[str]:
     edges = {(one.importer, one.imported) for one in product.imports}
     return [", ".join(sorted(members)) for members in strongly_connected(edges)]
-
-
-def cluster_name_questions(product: Product) -> list[str]:
-    """Return place and text of each comparison with the name of a cluster."""
-    return [
-        f"{path.relative_to(product.root)}:{asked.lineno} {ast.unparse(asked)}"
-        for module, path in product.files.items()
-        if not module.startswith("rrl.cluster.")
-        for asked in _asked(parse(path.read_text(), path))
-    ]
-
-
-def _asked(tree: ast.AST) -> Iterator[ast.expr | ast.pattern]:
-    for node in ast.walk(tree):
-        asked = node if isinstance(node, ast.Compare) else node.pattern if isinstance(node, ast.match_case) else None
-        if asked is not None and any(
-            isinstance(part, ast.Constant) and part.value in CLUSTER_NAMES for part in ast.walk(asked)
-        ):
-            yield asked
 
 
 def small_modules(product: Product) -> list[str]:

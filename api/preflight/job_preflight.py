@@ -30,11 +30,16 @@ from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from .job_folder import folder_doubts
-from .local_machine import size_problem, this_machine
-from .manager_host import listens_on_loopback, metrics_problem, network_problem
+from .local_machine import (
+    listens_on_loopback,
+    metrics_problem,
+    network_problem,
+    size_problem,
+    task_file_problems,
+    this_machine,
+)
 from .notifications import notification_problem
 from .role_commands import command_problems
-from .task_files import task_file_problems
 
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""

@@ -1,4 +1,4 @@
-"""Compare a job for the local cluster with this machine: its memory, its processes and its model.
+"""Compare a job with this machine: local roles, files of prompts, and the ports of a manager that runs here.
 
 Virtual nodes do not limit the resources of a role, so a job may request more cores than the machine has. A job is
 refused only if it certainly cannot run here.
@@ -6,15 +6,22 @@ refused only if it certainly cannot run here.
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
+import socket
+from pathlib import Path
 
 from msgspec import Struct
 
-from ...config.job.schema import Job
+from ...cluster.traits import ClusterTraits
+from ...config.job.schema import Job, TaskTable
 from ...config.model_size import weight_count
-from ...core.run_spec import RoleSpec, RunSpec
+from ...config.prompt_file import PromptFileError, open_rows
+from ...core.run_spec import RoleSpec, RunSpec, TaskSpec
 from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem
+from ...transport.address import NoAddress, interface_on, resolve
 
 _LAUNCHER_BYTES = 15 * 2**20
 """Private memory (bytes) of the launcher of each rank, and of the agent of each node (measured in the quickstart: 15
@@ -87,3 +94,80 @@ def _computes(role: RoleSpec) -> bool:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.1f} GiB"
+
+
+def task_file_problems(job: Job) -> list[Problem]:
+    """Return a problem for each file of prompts that cannot be used. The files are read to their ends.
+
+    A problem is certain if the file itself is wrong, or if the roles that read it run on this machine. Otherwise the
+    nodes may have a file, or a package, that this machine lacks.
+    """
+    readers = (job.roles.trajectories, job.roles.reward)
+    here = job.cluster.traits.roles_run_here and all(role.launcher == "direct" for role in readers)
+    tasks = {("task", "file"): job.task, ("eval", "task", "file"): job.eval.task if job.eval is not None else None}
+    found = (_task_file_problem(key, task, here) for key, task in tasks.items() if task is not None)
+    return [problem for problem in found if problem is not None]
+
+
+def _task_file_problem(key: tuple[str, ...], task: TaskTable, here: bool) -> Problem | None:
+    if task.file is None:
+        return None
+    if not Path(task.file).exists():
+        text = "does not exist" if here else "does not exist on this machine"
+        return Problem(key, f"{task.file!r} {text}{'; name a file that does' if here else ''}", certain=here)
+    spec = TaskSpec(answer_column=task.answer_column, reward=task.reward, partial_credit=task.partial_credit)
+    named = (task.answer_column,) if "answer_column" in task.model_fields_set else spec.required_columns
+    try:
+        open_rows(Path(task.file), task.prompt, named)
+    except PromptFileError as error:
+        return Problem(key, str(error), certain=here or not error.missing_package)
+    return None
+
+
+LOOPBACK_INTERFACE = "lo"
+"""Linux's name of the loopback interface, on every machine."""
+
+
+def network_problem(network: str) -> str:
+    """Return why this machine cannot listen on ``[transport] network``; empty if it can listen or none is named."""
+    if not network:
+        return ""
+    try:
+        interface_on(network)
+    except NoAddress as error:
+        return str(error)
+    return ""
+
+
+def listens_on_loopback(cluster: ClusterTraits, network: str) -> bool:
+    """Return whether the processes of a run listen on loopback addresses, as far as this machine can tell.
+
+    Args:
+        cluster: Traits of the cluster.
+        network: ``[transport] network``; if it is empty, roles on this machine stay on it.
+    """
+    if not network:
+        return cluster.roles_run_here
+    try:
+        return ipaddress.ip_network(network, strict=False).is_loopback
+    except ValueError:
+        return network == LOOPBACK_INTERFACE
+
+
+def metrics_problem(address: str) -> str:
+    """Return why ``[health] metrics`` cannot be served on this machine; empty if they can be served.
+
+    ``address`` is ``host:port``, or empty for no metrics. The port is bound for a moment, as the manager will bind it.
+    """
+    if not address or address.endswith(":0"):
+        return ""
+    try:
+        listen = resolve(address)
+        with socket.socket(listen.family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(listen.socket_address)
+            probe.listen(1)  # with SO_REUSEADDR, bind() alone may succeed on a taken port
+    except (OSError, ValueError) as error:  # ValueError: a label of the host name is too long
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        return "the port is taken" if taken else str(getattr(error, "strerror", None) or error)
+    return ""

@@ -56,6 +56,6 @@ def relay(
     rrl relay quick               base URL http://127.0.0.1:8000/v1
     rrl relay quick --port 8123
     """
-    from ..agents import relay as command
+    from ..agents import endpoint as command
 
     raise typer.Exit(command.relay(run, port))

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.import_graph import Import, Product, has_code, strongly_connected
+from rrl.benchmarks.code_lines import SMALL_LINES, small_modules
+from rrl.tests.support.import_graph import Import, Product, strongly_connected
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 700
 """Largest number of lines of a file. A longer file probably has more than one idea."""
-SHORT_LINES = 60
-"""A file with fewer lines is short. A helper that is this short belongs in the module that uses it."""
-MAX_SHORT_SHARE = 0.1
-"""Share of all files that may be short."""
+MAX_SMALL_MODULES = 8
+"""Largest number of small modules that only one other module imports. Such a module usually belongs into that one."""
 REPEATED_NAMES = {
     "admission": "of a node: how the manager handles a Hello, and what the agent checks before it sends a Hello",
     "base": "the protocol of a package of interchangeable parts",
@@ -49,7 +48,6 @@ REPEATED_NAMES = {
     "queries": "to NVML, to the manager's state",
     "reader": "of DCGM, of NVML",
     "records": "of heartbeats, of history files, of the trajectory log",
-    "relay": "the server, and the command that starts it",
     "render": "of a job.toml, of a Slurm template",
     "requests": "to Slurm's commands, of agents to the trajectory store",
     "server": "of snapshots, of trajectories",
@@ -115,30 +113,12 @@ def _member(module: str, package: str) -> str:
 
 
 # ── files and names ─────────────────────────────────────────────────────────────────────────────────────────
-def _lengths(product: Product) -> dict[Path, int]:
-    """Return the number of lines of each file that has code; an ``__init__.py`` with only a docstring has none."""
-    texts = {path.relative_to(product.root): path.read_text() for path in product.files.values()}
-    return {path: len(text.splitlines()) for path, text in texts.items() if has_code(text)}
-
-
 def long_files(product: Product) -> list[str]:
+    lengths = {path.relative_to(product.root): len(path.read_text().splitlines()) for path in product.files.values()}
     return [
         f"{path} has {lines} lines, but at most {MAX_LINES} are allowed: move its second idea to another module"
-        for path, lines in _lengths(product).items()
+        for path, lines in lengths.items()
         if lines > MAX_LINES
-    ]
-
-
-def short_files(product: Product) -> list[str]:
-    """Describe the short files; return an empty list while their share is below MAX_SHORT_SHARE."""
-    lengths = _lengths(product)
-    short = sorted((lines, path) for path, lines in lengths.items() if lines < SHORT_LINES)
-    if len(short) < MAX_SHORT_SHARE * len(lengths):
-        return []
-    return [
-        f"{len(short)} of {len(lengths)} files have fewer than {SHORT_LINES} lines, but less than one in"
-        f" {1 / MAX_SHORT_SHARE:.0f} may have so few: merge a helper into the only module that uses it",
-        *(f"    {path} ({lines})" for lines, path in short),
     ]
 
 
@@ -187,8 +167,9 @@ def test_no_file_of_the_product_is_too_long(product: Product) -> None:
     assert not (found := long_files(product)), "\n".join(found)
 
 
-def test_few_files_of_the_product_are_short(product: Product) -> None:
-    assert not (found := short_files(product)), "\n".join(found)
+def test_few_small_modules_have_a_single_user(product: Product) -> None:
+    found = small_modules(product)
+    assert len(found) <= MAX_SMALL_MODULES, "move some into their users:\n" + "\n".join(found)
 
 
 def test_no_two_modules_share_a_name_without_a_reason(product: Product) -> None:
@@ -245,19 +226,15 @@ def test_a_file_that_is_one_line_too_long_is_found(tmp_path: Path) -> None:
     assert found.startswith("core/b.py has 701 lines")
 
 
-def test_short_file_is_found_if_one_in_ten_is_short_not_counting_empty_ones(tmp_path: Path) -> None:
-    files = {f"core/m{number}.py": "pass\n" * SHORT_LINES for number in range(10)}
-    assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n"})) != []
-    assert (
-        short_files(
-            planted(
-                tmp_path,
-                files
-                | {"core/m0.py": "pass\n" * SHORT_LINES, "core/m1.py": "pass\n", "core/m10.py": "pass\n" * SHORT_LINES},
-            )
-        )
-        == []
-    )
+def test_a_small_module_of_a_single_user_is_found(tmp_path: Path) -> None:
+    files = {
+        "core/a.py": "from . import b, c, d, e\n",
+        "core/b.py": "from . import e\n" + "pass\n" * (SMALL_LINES - 1),
+        "core/c.py": "pass\n" * (SMALL_LINES + 1),
+        "core/d.py": '"""Nothing."""\n',
+        "core/e.py": "pass\n",
+    }
+    assert small_modules(planted(tmp_path, files)) == [f"core/b.py ({SMALL_LINES}) for rrl.core.a"]
 
 
 def test_a_name_of_two_modules_without_a_reason_is_found(tmp_path: Path) -> None:

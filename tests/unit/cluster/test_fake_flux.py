@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from rrl.api.preflight.job_preflight import CheckedJob, checked
 from rrl.api.watching.manager_liveness import UNATTENDED, liveness
-from rrl.cli.job.overview import overview_text
+from rrl.cli.job.check import overview_text
 from rrl.config.job.document import JobDocument
 from rrl.config.job.load import job_from
 from rrl.config.job.schema import Job

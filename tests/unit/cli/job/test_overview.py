@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from rrl.cli.job.overview import overview_text
+from rrl.cli.job.check import overview_text
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_spec import RunSpec
