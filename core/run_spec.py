@@ -514,7 +514,7 @@ class RunSpec(Struct, frozen=True):
     """Longest time (s) from the first granted nodes to the end of the run; shorter allocations are renewed."""
     spares: int = 0
     form: str = "pool"
-    """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)."""
+    """``pool``, ``replica`` or ``hetjob`` (docs/architecture/clusters.md)."""
     start_within: float = 3600.0
     """Form ``replica`` only: the run ends this time (s) after its first request if it has too few nodes to start."""
     env: EnvSpec = EnvSpec()

@@ -3,7 +3,7 @@
 An allocation is a job, or one component of a heterogeneous job. Each component carries its own tag, has its own job id,
 and can be given back alone once it runs. But the end of the first component ends all components.
 
-Measured on 22.05 (docs/architecture.md):
+Measured on 22.05 (docs/architecture/clusters.md):
 
 - The allocation of a batch script ends, with all its healthy nodes, when the script's node is cut off and comes back.
   An allocation made by ``salloc --no-shell`` continues. So rrl uses salloc if nodes are free and InactiveLimit permits

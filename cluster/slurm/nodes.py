@@ -1,6 +1,6 @@
 """Drain, undrain and give back single nodes of Slurm.
 
-Measured on 22.05, 24.11 and 26.05 (docs/architecture.md):
+Measured on 22.05, 24.11 and 26.05 (docs/architecture/clusters.md):
 
 - Root, SlurmUser and users with AdminLevel Administrator may drain. To all others, Operators included, slurmctld
   replies "Invalid user id" and logs a security violation. After the first such reply rrl does not try again.

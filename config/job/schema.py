@@ -233,7 +233,7 @@ class SamplingTable(Table):
     late: Literal["wait", "drop"] = _SAMPLING.late
     """What a step does with a group that no later step may train, because its tokens would be too old. ``wait``: the
     step waits for it. ``drop``: the group is dropped, which affects mostly long answers; the trained answers are then
-    shorter than the sampled ones (docs/architecture.md, trajectories, 10)."""
+    shorter than the sampled ones (docs/architecture/trajectories.md, rule 10)."""
     stream: bool = _SAMPLING.stream
     """Train a step's groups as they are finished, part by part, instead of waiting for the whole batch; the result of
     the step is the same (docs/stream.md). A trainer of your own must iterate ``me.parts()`` to train in parts."""

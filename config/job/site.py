@@ -96,7 +96,8 @@ class ClusterTable(Table):
     """local: virtual nodes on this machine; slurm: the Slurm cluster that this login node belongs to."""
     form: Literal["pool", "replica", "hetjob"] = "pool"
     """pool: one allocation over all nodes and spares; replica: one job for each node of the exclusive roles, and one
-    for all other roles; hetjob: one heterogeneous job with a component for each role (docs/architecture.md)."""
+    for all other roles; hetjob: one heterogeneous job with a component for each role
+    (docs/architecture/clusters.md)."""
     spares: Annotated[int, Field(ge=0, le=4096)] = 1
     """Number of nodes kept ready in addition to the nodes that the roles need; form "pool" only."""
     node: NodeTable = NodeTable()

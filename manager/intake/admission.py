@@ -54,8 +54,8 @@ class GpuRegistry:
     def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
         """Register a joining role's GPUs; return a FAIL about the role if another current incarnation uses one of them.
 
-        Two overlapping steps share the first GPUs of their node (measured, docs/architecture.md), and both would run
-        out of memory.
+        Two overlapping steps share the first GPUs of their node (measured,
+        docs/architecture/clusters.md), and both would run out of memory.
         """
         incarnation, node = hello.incarnation, hello.node
         for gpu in hello.gpus:

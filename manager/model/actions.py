@@ -16,7 +16,7 @@ from ...core.types import Cause, Incarnation, NodeName, Outcome
 
 
 class Rung(StrEnum):
-    """A rung of the repair ladder (docs/architecture.md). The planner takes the first rung that fits the evidence."""
+    """A rung of the repair ladder (docs/architecture/recovery.md). The planner takes the first that fits."""
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"

@@ -1,8 +1,8 @@
 """The rules of the trajectory store: how it creates, leases, scores, binds, commits and drops trajectories.
 
 Single-threaded and synchronous. Each method evaluates one request and returns its answer. An answer may be sent only
-after :meth:`Store.flush`, which makes everything durable at once. The rules are explained in docs/architecture.md,
-"Trajectories: exactly once".
+after :meth:`Store.flush`, which makes everything durable at once. The rules are explained in
+docs/architecture/trajectories.md.
 """
 
 from __future__ import annotations

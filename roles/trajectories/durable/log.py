@@ -245,7 +245,7 @@ def _number(name: str) -> int:
 
 
 _RETAINED_STEPS = 2
-"""Number of committed steps whose token data is kept (docs/architecture.md, "Exactly once", rule 9)."""
+"""Number of committed steps whose token data is kept (docs/architecture/trajectories.md, rule 9)."""
 _COMPACT_GROWTH = 4
 """Factor by which the log must grow before it is compacted again, so that rewriting is a fixed share of all writing."""
 

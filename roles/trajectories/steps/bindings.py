@@ -1,6 +1,6 @@
 """Binds complete groups to steps, as a whole or in parts, and commits steps.
 
-The rules on a batch are numbered as in docs/architecture.md, "Exactly once". The *open step* is the one after the
+The rules on a batch are numbered as in docs/architecture/trajectories.md. The *open step* is the one after the
 newest step that is bound completely. The open step may have parts already. A trainer that does not wait for whole
 batches requests part 0, 1, … of the step, and each part gets the groups that are complete when it is requested. So the
 pace of the trainer determines into which parts a step is cut. A part never changes. The number of groups of a step that
@@ -258,7 +258,7 @@ class Bindings:
         A commit covers at most ``checkpoint_every`` steps. ``earlier`` contains the steps before ``number``. Each step
         must have been trained on the batch that is bound to it. The request may be repeated. The metrics are written
         before the commit. This is safe, because metrics of an uncommitted step are never read. The method implements
-        rule 4 of docs/architecture.md ("Exactly once").
+        rule 4 of docs/architecture/trajectories.md.
         """
         before, committed = self._state.commitments.get(number), self._state.committed
         described = {one.number: one for one in (*earlier, TrainedStep(number, digest, metrics))}
