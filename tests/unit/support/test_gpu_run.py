@@ -67,26 +67,3 @@ def test_missing_requirement_without_wheels_is_one_line(tmp_path: Path, monkeypa
     monkeypatch.setattr(run, "requirements", lambda: (["nosuchpackage nosuchpackage>=1"], []))
     with pytest.raises(SystemExit, match=r"lacks nosuchpackage>=1; give WHEELS=folder, made by make wheelhouse"):
         run.prepared(sys.executable, tmp_path / "wheels")
-
-
-def test_interpreter_without_rrl_gets_an_environment_that_keeps_its_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The package is installed from a folder of wheels, without an index."""
-    wheels, source = tmp_path / "wheels", tmp_path / "source"
-    source.mkdir()
-    (source / "pyproject.toml").write_text(
-        "[build-system]\nrequires = ['setuptools']\nbuild-backend = 'setuptools.build_meta'\n"
-        "[project]\nname = 'rrltestextra'\nversion = '1.0'\n[tool.setuptools]\npy-modules = ['rrltestextra']\n"
-    )
-    (source / "rrltestextra.py").write_text("VALUE = 7\n")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517"]
-    subprocess.run([*build, "--wheel-dir", wheels, source], check=True, capture_output=True)
-    monkeypatch.setattr(run, "ENVIRONMENT", tmp_path / "environment")
-    needed, _ = run.requirements()
-    monkeypatch.setattr(run, "requirements", lambda: ([*needed, "rrltestextra rrltestextra==1.0"], []))
-    python = run.prepared(sys.executable, wheels)
-    assert python == str(tmp_path / "environment" / "bin" / "python")
-    code = "import rrltestextra, rrl.core.types, msgspec, pytest; print(rrltestextra.VALUE)"
-    done = subprocess.run([python, "-P", "-c", code], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("7\n", "")

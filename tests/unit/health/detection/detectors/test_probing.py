@@ -128,6 +128,17 @@ def test_replica_without_probe_handler_is_probed_once_and_judged_by_time() -> No
     assert [incarnation for _, incarnation in trace.probed_at] == [ROLLOUT]
 
 
+def test_phase_limit_applies_even_if_probes_are_answered() -> None:
+    trace = generating()
+    stop_heartbeats(trace, IDLE)
+    last = trace.now
+    trace.play(PHASES["generate"].longest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+    assert trace.now - last == PHASES["generate"].longest
+
+
 def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None:
     trace = generating()
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
