@@ -26,6 +26,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from rrl.benchmarks._provenance import last_line
+from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.cluster.base import AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.core.launch import ExitReason, tag_of
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="number of samples of each figure (5)")
     rounds = parser.parse_args().rounds
+    check_requirements("planner")
     samples: dict[str, list[float]] = {}
     for nodes in (512, 1024, 2048):
         idle = working_run(ranks=nodes // 2 * _GPUS, rollouts=nodes // 2)

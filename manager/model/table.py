@@ -1,4 +1,4 @@
-"""Tables of the state: immutable mappings whose changed copies are cheap.
+"""Tables of the state: immutable mappings of which a changed copy costs the same, however large they are.
 
 A run of 8,192 ranks records one event for each rank when its trainer restarts. Each event has a state of its own, so a
 plain dict would be copied as a whole for each of them.
@@ -7,35 +7,50 @@ plain dict would be copied as a whole for each of them.
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
 
 _GONE: Any = object()
+"""Value of a key that was removed."""
+
+
+class _Log(Generic[K, V]):
+    """The changes of a dict that all tables with this dict share: for each key its values, each with its number."""
+
+    __slots__ = ("count", "values")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.values: dict[K, list[tuple[int, V]]] = {}
 
 
 class Table(Mapping[K, V]):
-    """A dict, some changes that were made to it since, and no way to change either.
+    """A dict as it was after the first ``count`` changes of a log, whatever was added to the log since.
 
     The order is that of a dict with the same history. A view of all items merges the changes once, and keeps the result
     in their place; this is safe while other threads read the table.
     """
 
-    __slots__ = ("_base", "_changes")
+    __slots__ = ("_base", "_count", "_log")
 
-    def __init__(self, base: dict[K, V], changes: dict[K, V]) -> None:
-        self._base, self._changes = base, changes
+    def __init__(self, base: dict[K, V], log: _Log[K, V], count: int = 0) -> None:
+        self._base, self._log, self._count = base, log, count
 
     def merged(self) -> dict[K, V]:
         """Return the whole table, which the caller must not change."""
-        if changes := self._changes:
-            base = {**self._base, **changes}
-            for key in [key for key, value in changes.items() if value is _GONE]:
-                del base[key]
-            self._base = base
-            self._changes = {}  # not before: a reader sees a change twice rather than never
+        log = self._log
+        if self._count and log.values:
+            base = dict(self._base)
+            for key in list(log.values):  # another thread may add to the log
+                value = self.get(key, _GONE)
+                if value is not _GONE:
+                    base[key] = value
+                else:
+                    base.pop(key, None)
+            self._base, self._log = base, _Log()  # in this order: the log may say again what the dict has
         return self._base
 
     def __getitem__(self, key: K) -> V:
@@ -50,13 +65,13 @@ class Table(Mapping[K, V]):
     def get(self, key: K, /, default: V | D) -> V | D: ...
     def get(self, key: K, /, default: Any = None) -> Any:
         """Return the value of a key, or the default."""
-        changes = self._changes
-        value = changes[key] if key in changes else self._base.get(key, default)
-        return default if value is _GONE else value
+        for number, value in reversed(self._log.values.get(key, ())):
+            if number <= self._count:
+                return default if value is _GONE else value
+        return self._base.get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        changes = self._changes
-        return changes[key] is not _GONE if key in changes else key in self._base
+        return self.get(key, _GONE) is not _GONE  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[K]:
         return iter(self.merged())
@@ -82,17 +97,21 @@ class Table(Mapping[K, V]):
     def changed(self, key: K, value: V) -> Table[K, V]:
         """Return the table with another value of this key.
 
-        The copies of a table with ``n`` items share its dict for about ``sqrt(n)`` changes, and so cost about as much.
+        It shares dict and log with this table, unless the log has a later change already or has grown as large as the
+        dict. A key that returns comes last, as in a dict.
         """
-        before = self._changes
-        if len(before) ** 2 > len(self._base) or before.get(key) is _GONE:
-            return Table(self.merged(), {key: value})  # a key that returns comes last
-        return Table(self._base, {**before, key: value})
+        base, log = self._base, self._log
+        values = log.values.get(key)
+        if self._count != log.count or log.count > len(base) or (values and values[-1][1] is _GONE):
+            base, log = self.merged(), _Log()
+        log.count += 1
+        log.values.setdefault(key, []).append((log.count, value))
+        return Table(base, log, log.count)
 
 
 def put(table: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """Return the mapping with this item."""
-    return (table if isinstance(table, Table) else Table(dict(table), {})).changed(key, value)
+    return (table if isinstance(table, Table) else Table(dict(table), _Log())).changed(key, value)
 
 
 def without(table: Mapping[K, V], *keys: K) -> Mapping[K, V]:
