@@ -42,7 +42,7 @@ class Rewards(Struct, frozen=True):
     @property
     def mean_last(self) -> float | None:
         """Return the mean reward of the last steps; None if none was reported."""
-        return fsum(self.last.values()) / len(self.last) if self.last else None
+        return fsum(one / len(self.last) for one in self.last.values()) if self.last else None
 
     @property
     def latest(self) -> float | None:

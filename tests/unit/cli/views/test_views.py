@@ -30,6 +30,7 @@ from rrl.manager.model.events import (
     StepCommitted,
     VersionAvailable,
 )
+from rrl.manager.model.table import as_dict
 from rrl.manager.storage.model_folders import ModelFolder, ModelFolders
 from rrl.tests.support.cli.status_scenes import SCENES, drained, ending, just_lost, node_lost, paced_and_ended
 from rrl.tests.support.cli.story import BEGAN, NODES, Story, completed, job_view
@@ -118,7 +119,9 @@ def test_note_about_the_manager_replaces_its_line() -> None:
 
 def test_decoded_state_gives_the_same_picture() -> None:
     story = node_lost()
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(story.recorded()), type=type(story.recorded()))
+    state = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(story.recorded(), enc_hook=as_dict), type=type(story.recorded())
+    )
     assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.recorded(), story.now, 100), 100)
 
 

@@ -24,6 +24,7 @@ from rrl.core.types import NodeName, Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Why
 from rrl.manager.model.state import State
+from rrl.manager.model.table import as_dict
 from rrl.manager.notifications import notifier as notifying
 from rrl.manager.notifications.conditions import LIMIT_S, conditions
 from rrl.manager.notifications.notifier import Notifier
@@ -368,7 +369,7 @@ time.sleep(600)
 def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subprocess.Popen[bytes]:
     """Start a manager in a process of its own, which kills itself with SIGKILL at ``moment``."""
     state = root / "state"
-    state.write_bytes(msgspec.msgpack.encode(story.recorded()))
+    state.write_bytes(msgspec.msgpack.encode(story.recorded(), enc_hook=as_dict))
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])
 
 
