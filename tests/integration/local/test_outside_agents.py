@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -55,7 +56,7 @@ class Player:
     def __init__(self, base_url: str, key: str, retries: int) -> None:
         self._root, self._key = base_url.removesuffix("/v1"), key
         self._client = openai.AsyncOpenAI(api_key=key, max_retries=retries, timeout=TIMEOUT_S)
-        self.errors: list[OSError] = []
+        self.errors: list[Exception] = []
         """Connections that broke or were refused."""
         self.finished: set[int] = set()
         """Episodes that were finished."""
@@ -96,7 +97,7 @@ class Player:
                     break
                 if error.code != 503:
                     raise
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:  # the latter for a reply that was cut
                 self.errors.append(error)
                 await asyncio.sleep(0.2)
         return None
