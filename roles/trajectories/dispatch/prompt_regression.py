@@ -67,7 +67,9 @@ class PromptRegression:
 
     def state(self) -> RegressionState:
         """Return what was learned."""
-        learned = [feature for feature, square in enumerate(self._squares) if square != _FIRST_SQUARE]
+        pairs = enumerate(zip(self._weights, self._squares, strict=True))
+        # a tiny gradient changes the weight, but not the square
+        learned = [feature for feature, (weight, square) in pairs if weight or square != _FIRST_SQUARE]
         weights = array("d", [self._weights[feature] for feature in learned])
         squares = array("d", [self._squares[feature] for feature in learned])
         return RegressionState(array("H", learned).tobytes(), weights.tobytes(), squares.tobytes())
