@@ -59,12 +59,12 @@ def write_weights(
     return paths
 
 
-def _blocks(tensor: StoredTensor, source: Path, dtype: str) -> Iterator[bytes]:
+def _blocks(tensor: StoredTensor, source: Path, dtype: str) -> Iterator[bytes | memoryview]:
     for block in tensor.blocks(source, 0, tensor.rows):
-        yield block if dtype == tensor.dtype else _to_bfloat16(block)
+        yield memoryview(block) if dtype == tensor.dtype else _to_bfloat16(block)
 
 
-def _to_bfloat16(block: bytes) -> bytes:
+def _to_bfloat16(block: bytearray) -> bytes:
     """Return float32 elements as bfloat16, rounded to the nearest value, ties to even, as torch rounds them.
 
     A bfloat16 is the upper half of a float32.

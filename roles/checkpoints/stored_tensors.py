@@ -73,7 +73,7 @@ class StoredTensor(Struct, frozen=True):
         """Return the number of rows."""
         return self.shape[0] if self.shape else 1
 
-    def blocks(self, folder: Path, begin: int, end: int) -> Iterator[bytes]:
+    def blocks(self, folder: Path, begin: int, end: int) -> Iterator[bytearray]:
         """Yield the elements of the rows from ``begin`` up to ``end``, in blocks of whole rows.
 
         Raises:
@@ -89,8 +89,8 @@ class StoredTensor(Struct, frozen=True):
             with (folder / part.file).open("rb") as file:
                 file.seek(part.offset + (first - part.begin) * row_bytes)
                 for row in range(first, last, rows_at_once):
-                    block = file.read(nbytes := (min(row + rows_at_once, last) - row) * row_bytes)
-                    if len(block) < nbytes:
+                    block = bytearray((min(row + rows_at_once, last) - row) * row_bytes)
+                    if file.readinto(block) < len(block):
                         raise UnreadableTensors(f"{folder / part.file} ends before row {last} of a tensor")
                     yield block
 
