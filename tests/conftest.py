@@ -35,7 +35,6 @@ LONG_FILES = (
     "integration/slurm/test_runs.py",
     "integration/local/test_resume.py",
     "integration/local/test_quickstart.py",
-    "integration/local/test_tutorial.py",
     "integration/local/test_agents.py",
     "integration/local/test_bring_your_own.py",
     "unit/transport/weights/test_ucx_apart.py",

@@ -268,7 +268,7 @@ def folder_victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
         made.close()
 
 
-@pytest.mark.parametrize("name", [*HUGE, "all"])
+@pytest.mark.parametrize("name", ["all", *(pytest.param(one, marks=pytest.mark.long) for one in HUGE)])
 def test_huge_bodies_delay_no_call_of_another_episode(folder_victim: Victim, name: str) -> None:
     """While huge bodies of other episodes are in work, an episode gets answers to short and long calls."""
     long, episode = conversation("hello " * 5000), 11 + 100 * [*HUGE, "all"].index(name)

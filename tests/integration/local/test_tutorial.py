@@ -30,6 +30,7 @@ PAGE_STEPS, STEPS = 200, 100
 TIMEOUT_S = 270
 
 
+@pytest.mark.long  # test_quickstart.py plays the same job, and test_docs.py compares the commands with the program
 @pytest.mark.torch
 def test_the_commands_of_the_tutorial_do_what_it_says(tmp_path: Path) -> None:
     pytest.importorskip("torch")

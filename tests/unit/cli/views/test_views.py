@@ -320,7 +320,7 @@ METRICS = (
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS), st.floats()), max_size=3))
 def test_status_is_shown_with_any_reported_metrics(metrics: list[dict[str, float]]) -> None:
     story = Story().works()
