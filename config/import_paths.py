@@ -41,7 +41,7 @@ class EngineRow(Struct, frozen=True):
     distributions: tuple[str, ...] = ()
     """Names of the distributions that contain the package."""
     unknown_arguments: Callable[[Collection[str]], list[tuple[str, str]]] = lambda _: []
-    """Returns those of the ``vllm`` that the package of this machine lacks, each with a text about it."""
+    """Returns those of the arguments that the package of this machine lacks, each with a text about it."""
 
 
 def _check_torch(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str] | None:

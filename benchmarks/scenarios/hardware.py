@@ -16,6 +16,7 @@ import msgspec
 from rrl.benchmarks.scenarios.format import Event, Scenario
 from rrl.benchmarks.scenarios.rhythms import roles_of
 from rrl.core.types import NodeName
+from rrl.health.checks.node_state import PORT_COUNTERS
 from rrl.health.readers import samples as r
 from rrl.health.readers.base import READERS
 from rrl.health.readers.kernel_log import recognise
@@ -63,19 +64,6 @@ _IN_USE = 70 * _GIB
 PORTS = tuple(f"mlx5_{index}/1" for index in range(8))
 LINKS = 18
 """NVLinks of each GPU."""
-COUNTERS = (
-    "link_downed",
-    "excessive_buffer_overrun_errors",
-    "local_link_integrity_errors",
-    "rnr_nak_retry_err",
-    "symbol_error",
-    "link_error_recovery",
-    "port_rcv_errors",
-    "local_ack_timeout_err",
-    "port_xmit_discards",
-    "roce_slow_restart",
-    "carrier_changes",
-)
 
 
 @dataclass(slots=True)
@@ -364,7 +352,7 @@ def _gpu(machine: _Machine, gpu: r.NvidiaGpu, now: float) -> r.NvidiaGpu:
 
 def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
     device, port = name.split("/")
-    counters = dict.fromkeys(COUNTERS, 0)
+    counters = dict.fromkeys(PORT_COUNTERS, 0)
     usual = r.FabricPort(
         device=device, port=int(port), state="ACTIVE", physical="LinkUp", rate=400.0, counters=counters
     )

@@ -14,12 +14,13 @@ import msgspec
 from rrl.benchmarks.scenarios.actors import STORE_PHASES
 from rrl.benchmarks.scenarios.event_kinds import target_of
 from rrl.benchmarks.scenarios.format import Event, KernelKind, RoleTable, Scenario, Truth
-from rrl.benchmarks.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
+from rrl.benchmarks.scenarios.hardware import LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
 from rrl.benchmarks.scenarios.places import placed
 from rrl.benchmarks.scenarios.rhythms import KNOWN_ROLES, roles_of
 from rrl.benchmarks.scenarios.values import draws_in, with_draws
 from rrl.core.phases import PHASES
 from rrl.core.types import ReplicaId, gang_of, rank_of
+from rrl.health.checks.node_state import PORT_COUNTERS
 from rrl.health.readers.dcgm.parsing import code_by_number
 from rrl.health.readers.kernel_log import recognise
 from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
@@ -305,13 +306,15 @@ def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
             elif wrong := next((one for one in value if one not in NvLink.__struct_fields__), ""):
                 fields = NvLink.__struct_fields__
                 yield "set", f"nvlink has no {wrong}{_near(wrong, fields)}; it has {', '.join(fields)}"
-        elif event.do == "port" and name in COUNTERS:
+        elif event.do == "port" and name in PORT_COUNTERS:
             yield "set", f"{name} is a counter: write grow = {{{name} = 2.0}} to increase it by 2 per s"
         elif name not in own:
             yield "set", f"{struct.__name__} has no {name}{_near(name, own)}; it has {', '.join(own)}"
         elif wrong := _of_value(struct, name, types[name], value):
             yield "set", f"{name} {wrong}"
-    numbers = COUNTERS if event.do == "port" else [n for n in own if types[n] in (int, float, int | None, float | None)]
+    numbers = (
+        PORT_COUNTERS if event.do == "port" else [n for n in own if types[n] in (int, float, int | None, float | None)]
+    )
     for name in event.grow:
         if name not in numbers:
             yield "grow", f"there is no counter {name}{_near(name, numbers)}; there are {', '.join(numbers)}"

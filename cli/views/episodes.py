@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from .episode_trees import Episode, TurnNode
-from .formatting import number
+from .formatting import number, plain_table
 
 _COLOUR = {"at work": "cyan", "unscored": "yellow", "awaits reward": "yellow", "scored": "green", "trained": "green"}
 _GUIDE = "bright_black"
@@ -20,15 +18,7 @@ _GUIDE = "bright_black"
 
 def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
     """Return a table of episodes, and how many are in each state."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
+    table = plain_table()
     table.add_column("episode", justify="right", no_wrap=True)
     table.add_column("item", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)

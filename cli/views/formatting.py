@@ -1,13 +1,30 @@
-"""Format values as text: spans of time, sizes, a curve, a bar, folded node names."""
+"""Format values as text: spans of time, sizes, a curve, a bar, folded node names; and the look of all tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isfinite, nan
 
+from rich import box
+from rich.table import Table
+
 from ...core.text import span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def plain_table(*, expand: bool = False) -> Table:
+    """Return an empty table without borders; ``expand`` gives it the whole width."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
+        expand=expand,
+        header_style="bright_black",
+        border_style="bright_black",
+    )
 
 
 def stage(seconds: float | None) -> str:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from ...core.text import span
 from ...core.types import Cause, Verdict
 from ...manager.model.queries import workers
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
+from .formatting import plain_table
 
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
@@ -136,16 +136,7 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
 
     If a role has more than ``max_listed`` replicas, only unusual replicas have a row, and the others are counted.
     """
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        expand=True,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
+    table = plain_table(expand=True)
     table.add_column("replica", no_wrap=True)
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16 if width >= NARROW_COLUMNS else 10)

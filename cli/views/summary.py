@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +14,7 @@ from ...api.watching.run_state import RunState
 from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import number, stage
+from .formatting import number, plain_table, stage
 from .pace import idle_text
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
@@ -145,15 +144,7 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
 
     Each failure is shown with the failed incarnation and, if it has joined, the replacement.
     """
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
+    table = plain_table()
     causes = Table.grid(padding=(0, 2), expand=True)
     table.add_column("failure", no_wrap=True)
     for name in _STAGES:
@@ -205,15 +196,7 @@ _STANDING_COLOUR = {
 
 def runs_view(states: Sequence[RunState], now: float) -> RenderableType:
     """Return a table of runs; ``now`` is the wall clock (s)."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
+    table = plain_table()
     first, second, *figures = RUN_COLUMNS
     table.add_column(first, no_wrap=True)
     table.add_column(second, no_wrap=True, overflow="ellipsis", max_width=30)

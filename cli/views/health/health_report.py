@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +14,7 @@ from ....core.text import span
 from ....health.history.cache import Sources
 from ....health.history.rates import Rate
 from ....health.report.model import DrainState, NodeReport, Report, SiteReport
-from ..formatting import folded
+from ..formatting import folded, plain_table
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR_COLUMNS = 24
@@ -155,15 +154,7 @@ def _owner_colour(owner: str) -> str:
 
 
 def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
+    table = plain_table()
     for name in ("node", "verdict", "cause"):
         table.add_column(name, no_wrap=True)
     for name in ("last seen", "count", "fails", "GPU-h", "lemon"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +11,7 @@ from rich.text import Text
 from ....core.text import span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
-from ..formatting import stage
+from ..formatting import plain_table, stage
 
 MAX_INTERRUPTIONS = 30
 """Maximum number of interruptions that the table shows; the JSON and the page have all."""
@@ -79,20 +78,8 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
         yield from (Text(f"· {note}", "bright_black") for note in notes)
 
 
-def _plain_table() -> Table:
-    return Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-        show_edge=False,
-        header_style="bright_black",
-        border_style="bright_black",
-    )
-
-
 def _figures_table(reports: Sequence[RunReport]) -> Table:
-    table = _plain_table()
+    table = plain_table()
     table.add_column("")
     for report in reports:
         table.add_column(Text(report.run, "bold"), overflow="fold")
@@ -106,7 +93,7 @@ def _figures_table(reports: Sequence[RunReport]) -> Table:
 
 def _lost_table(report: RunReport) -> Table:
     stages = [name for name in (*ALL_STAGES, OTHER) if any(one.stages.get(name) for one in report.lost)]
-    table = _plain_table()
+    table = plain_table()
     table.add_column("cause", no_wrap=True)
     for name in ("total", "share", *stages):
         table.add_column(name, justify="right", no_wrap=True)
@@ -119,7 +106,7 @@ def _lost_table(report: RunReport) -> Table:
 def _interruptions(interruptions: Sequence[InterruptionReport]) -> Iterator[RenderableType]:
     shown = interruptions[-MAX_INTERRUPTIONS:]
     stages = [name for name in ALL_STAGES if any(name in one.stages for one in shown)]
-    table = _plain_table()
+    table = plain_table()
     table.add_column("replica", no_wrap=True)
     table.add_column("cause", no_wrap=True)
     for name in ("total", *stages):
