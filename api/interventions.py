@@ -14,7 +14,7 @@ from ..core.command_runner import run_coroutine
 from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, Outcome, ReplicaId, UsageError, gang_of
 from ..manager.intake.user_commands import Command
-from ..manager.model.queries import gang, workers
+from ..manager.model.queries import gang
 from ..manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ..manager.model.state import Replica, State, Status
 from ..manager.storage.resume_request import withdraw
@@ -170,8 +170,8 @@ def _has_rejoined(state: State, id: ReplicaId, before: int) -> bool:
 
 
 def _replica(state: State, name: str) -> ReplicaId:
-    gangs = sorted({gang_of(one.id) for one in workers(state)})
-    if name not in gangs and any(one.id == name for one in workers(state)):
+    gangs = sorted({gang_of(one.id) for one in state.workers})
+    if name not in gangs and any(one.id == name for one in state.workers):
         gang_id = gang_of(ReplicaId(name))
         raise UsageError(
             f"{name} is one rank of {gang_id}, which restarts as a whole: rrl restart {state.run} {gang_id}"

@@ -15,7 +15,6 @@ from rrl.core.phases import ClockReading, PhaseTime
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Version
 from rrl.manager.model import events as ev
-from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import SEGMENT_RECORDS, Journal
@@ -84,7 +83,7 @@ class _Writer:
 
 def _events_at_work(state: State) -> Iterator[ev.Event]:
     """Yield the events of endless steps: phases, a commit, clocks and weight versions of each step."""
-    incarnations = [replica.incarnation for replica in workers(state)]
+    incarnations = [replica.incarnation for replica in state.workers]
     trainer = next(one for one in incarnations if one.replica.startswith("trainer"))
     rollouts = [one for one in incarnations if one.replica.startswith("rollout")]
     for step in count(state.step + 1):

@@ -23,7 +23,6 @@ from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.core.types import role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
@@ -70,7 +69,7 @@ def representative_state(run: RunDir) -> State:
         state, event = fold(state, stamped), stamped.event
         if isinstance(event, ev.FirstWorkDone) and role_of(event.incarnation.replica) == "rollout":
             back = back or event.incarnation.number > 1
-        if back and all(r.phase == "generate" and r.waits_for is None for r in workers(state) if r.role == "rollout"):
+        if back and all(r.phase == "generate" and r.waits_for is None for r in state.workers if r.role == "rollout"):
             return state
     raise LookupError(f"{run.path}: no rollout was replaced in this run and worked again")
 

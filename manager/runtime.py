@@ -60,7 +60,6 @@ from .model.actions import (
     Undrain,
 )
 from .model.figures import token_ages
-from .model.queries import workers
 from .model.reducer import fold
 from .model.state import State
 from .planner import plan
@@ -317,9 +316,7 @@ class Manager:
         monitored = {name for name, node in self.state.nodes.items() if node.allocation}
         # Findings about a released node are kept until the incarnations that ran there are fenced: these findings
         # explain the failures and date the beginning of their downtime.
-        monitored |= {
-            replica.node for replica in workers(self.state) if replica.is_current and replica.node is not None
-        }
+        monitored |= {replica.node for replica in self.state.workers if replica.is_current and replica.node is not None}
         for node in {*self._monitor.nodes, *self._message_handler.finding_gate.nodes} - monitored:
             self._clear_node(node)
 

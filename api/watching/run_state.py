@@ -13,7 +13,6 @@ from ...cluster.traits import traits_of
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import Finding, Incarnation, NodeName, OperationFailed, Outcome, UsageError, Verdict
-from ...manager.model.queries import workers
 from ...manager.model.state import Replica, State, Status
 from ..runs import job_of, read_state, resume_pending
 from .manager_liveness import Liveness, SlurmJobs, ask_slurm, liveness, owner_of
@@ -104,11 +103,11 @@ def standing(state: State) -> str:
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes"
     failures = failures_of(state)
-    failing = any(failures.about(replica) is not None for replica in workers(state)) or any(
+    failing = any(failures.about(replica) is not None for replica in state.workers) or any(
         finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
         for finding in state.findings.values()
     )
-    if failing or any(replica.status not in NORMAL_STATUSES for replica in workers(state)):
+    if failing or any(replica.status not in NORMAL_STATUSES for replica in state.workers):
         return "recovering" if failing or state.recoveries else "starting"
     return "running"
 

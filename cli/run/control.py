@@ -22,7 +22,6 @@ from ...api.interventions import (
 from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
 from ...core.types import NodeName, OperationFailed
-from ...manager.model.queries import workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ...manager.model.state import State
 from ...manager.planner.capacity.node_lifecycle import should_drain
@@ -93,7 +92,7 @@ def _print_moving(state: State, node: NodeName, printed: str) -> str:
 
     Returns the text that was printed last.
     """
-    replicas = ", ".join(one.id for one in workers(state) if one.is_current and one.node == node)
+    replicas = ", ".join(one.id for one in state.workers if one.is_current and one.node == node)
     if replicas and replicas != printed and node in state.node_commands:
         moves = "move" if "," in replicas else "moves"
         print(f"{node}: {replicas} {moves} first ...", file=sys.stderr, flush=True)

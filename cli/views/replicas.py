@@ -18,7 +18,6 @@ from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
 from ...core.text import span
 from ...core.types import Cause, Verdict
-from ...manager.model.queries import workers
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
 from .formatting import plain_table
 
@@ -145,7 +144,7 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
     table.add_column("weights", no_wrap=True)
     table.add_column("", ratio=1, overflow="fold")
     by_role: dict[str, list[Replica]] = {}
-    for replica in workers(state):
+    for replica in state.workers:
         by_role.setdefault(replica.role, []).append(replica)
     found = {finding.incarnation for finding in state.findings.values()}
     nodes_failed = {subject for subject in failures.of if isinstance(subject, str)}
@@ -269,7 +268,7 @@ class _Stop(NamedTuple):
 
 def _stops(state: State, now: float) -> Iterator[_Stop]:
     """Yield, for each replica, all its failures, and its newest restart that was not caused by its own failure."""
-    for replica in workers(state):
+    for replica in state.workers:
         for failure in replica.failures:
             ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
             ago += " (injected)" if failure.injected else ""

@@ -30,7 +30,7 @@ from ...core.types import (
 )
 from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
-from ...manager.model.queries import progress, reached_step, weights_lag_steps, workers
+from ...manager.model.queries import progress, reached_step, weights_lag_steps
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State
 from ...manager.storage.model_folders import ModelFolders
@@ -141,7 +141,7 @@ def one_line(state: State, now: float, note: str = "", known_standing: str = "")
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.finish is None and state.outcome is None:
         failures = failures_of(state)
-        unusual = [replica for replica in workers(state) if replica.status not in NORMAL_STATUSES]
+        unusual = [replica for replica in state.workers if replica.status not in NORMAL_STATUSES]
         parts += [f"{one.incarnation} {doing(state, one, now, failures).word}" for one in unusual[:MAX_LISTED]]
     if note:
         parts.append("its manager does not respond" if known_standing else note)
@@ -197,7 +197,7 @@ def _facts(
             facts.add_row(label, bounded(note, "red" if notes else ""))
         if notes:
             facts.add_row("as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red"))
-        for store in (one for one in workers(state) if one.is_current and one.outside is not None):
+        for store in (one for one in state.workers if one.is_current and one.outside is not None):
             facts.add_row("outside", bounded(f"the run {outside_wait_text(store, until)}", "yellow"))
         for label, text in _notes_of_replicas(state):
             facts.add_row(label, text)
@@ -284,7 +284,7 @@ def _unknown_cluster(state: State, now: float) -> str:
 
 def _weights(state: State) -> Iterator[Text]:
     """Yield how the weights get to the rollouts, and how far the rollouts are behind the trainer."""
-    addresses = {one.weight_address for one in workers(state) if one.is_current and one.weight_address}
+    addresses = {one.weight_address for one in state.workers if one.is_current and one.weight_address}
     if transports := sorted({address.partition("://")[0] for address in addresses}):
         listed = " and ".join([*([", ".join(transports[:-1])] if len(transports) > 1 else []), transports[-1]])
         mixed = len(transports) > 1 and not INTEROPERABLE_TRANSPORTS.issuperset(transports)
@@ -299,7 +299,7 @@ def _weights(state: State) -> Iterator[Text]:
 def _notes_of_replicas(state: State) -> Iterator[tuple[str, Text]]:
     """Yield (label, text) for the notes of replicas; equal notes share a row."""
     notes: dict[str, list[str]] = {}
-    for replica in workers(state):
+    for replica in state.workers:
         if replica.note and replica.is_current:
             notes.setdefault(replica.note, []).append(replica.id)
     for note, replicas in list(notes.items())[:MAX_LISTED]:
@@ -369,7 +369,7 @@ def _nodes(state: State) -> Text:
         pending = [a.status.detail for a in state.allocations.values() if a.status is not None and a.status.detail]
         return Text(f"none yet, {state.job.nodes} wanted" + (f" ({pending[0]})" if pending else ""), "yellow")
     agents = {replica.node for replica in state.replicas.values() if replica.role == AGENT and replica.pid}
-    used = {replica.node for replica in workers(state) if replica.is_current}
+    used = {replica.node for replica in state.workers if replica.is_current}
     good = [n for n in state.nodes.values() if not node_trouble(n)]
     spare = [n.name for n in good if n.name not in used]
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")

@@ -26,7 +26,6 @@ from ...transport.messages import AgentHello, FindingReport
 from ..context import RunContext
 from ..model import events as ev
 from ..model.events import BaselinesLearned
-from ..model.queries import workers
 from ..model.state import State, Status
 
 _log = logging.getLogger("rrl.manager")
@@ -301,7 +300,7 @@ class FindingGate:
         if not self._detected and not self._reported.nodes and not self._correlation_state.shared_causes:
             return CorrelationContext(0)
         node_count = sum(bool(node.allocation) for node in state.nodes.values())
-        working = [replica for replica in workers(state) if replica.is_current]
+        working = [replica for replica in state.workers if replica.is_current]
         rollouts = {
             replica.incarnation
             for replica in working

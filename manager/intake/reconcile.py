@@ -21,7 +21,7 @@ from ...health.detection.health_monitor import HealthMonitor
 from ...health.detection.records import ReplicaView
 from ..model.actions import Drain, ExternalAction, Launch, Request, Shrink, Undrain
 from ..model.events import AllocationChanged, Event, IntentSettled, NodeChanged
-from ..model.queries import open_requests, workers
+from ..model.queries import open_requests
 from ..model.state import NEVER_APPEARED, Allocation, Replica, State
 
 FAST_POLL_AFTER_REQUEST_S = 60.0
@@ -149,7 +149,7 @@ def unlisted_steps(
         return []
     silent = {view.incarnation for view in missing if is_silent_with_node(view, limits, now)}
     gone: list[Incarnation] = []
-    for replica in workers(state):
+    for replica in state.workers:
         if replica.step is None or replica.step in state.intents:
             continue
         listed = replica.incarnation not in silent or not _holds_node(snapshot.allocations, replica)

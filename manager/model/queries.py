@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ...cluster.traits import traits_of
 from ...core.run_spec import RunSpec
@@ -24,16 +24,6 @@ from ...core.types import (
 from ...health.readers.base import ACCELERATOR_READERS, READERS
 from .actions import Request
 from .state import Replica, State, Status
-
-
-def workers(state: State) -> Sequence[Replica]:
-    """Return the members of the job's roles, without agents and standby processes."""
-    return state.workers
-
-
-def gangs(state: State) -> Sequence[list[Replica]]:
-    """Return for each gang the list of its members in order of rank; the gangs are in the order of the job spec."""
-    return state.gangs
 
 
 def gang(state: State, member: ReplicaId) -> list[Replica]:
@@ -122,7 +112,7 @@ def progress(state: State) -> tuple[int, int]:
     """Return (done, total) of the run: training steps, or commands if there is no trainer."""
     if state.job.steps:
         return state.step, state.job.steps
-    working = [members for members in gangs(state) if is_batch_role(state.job, members[0].role)]
+    working = [members for members in state.gangs if is_batch_role(state.job, members[0].role)]
     return sum(all_completed(members) for members in working), len(working)
 
 
@@ -172,7 +162,7 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
     """
     held = {
         replica.id: replica.weight_version.step
-        for replica in workers(state)
+        for replica in state.workers
         if replica.is_current and replica.weight_version is not None
     }
     trainer = max(state.step, held.get(TRAINER, 0))

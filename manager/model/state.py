@@ -446,12 +446,12 @@ class State(Struct, frozen=True, dict=True):
     # ── computed once for each state that is asked ───────────────────────────────────────────────────────────────────
     @cached_property
     def workers(self) -> tuple[Replica, ...]:
-        """Return the result of :func:`rrl.manager.model.queries.workers`."""
+        """Return the members of the job's roles, without agents and standby processes."""
         return tuple(replica for replica in self.replicas.values() if not is_support(replica.id))
 
     @cached_property
     def gangs(self) -> tuple[list[Replica], ...]:
-        """Return the result of :func:`rrl.manager.model.queries.gangs`."""
+        """Return for each gang the list of its members in order of rank; the gangs are in the order of the job spec."""
         members_by_gang: dict[ReplicaId, list[Replica]] = {}
         for member in self.workers:
             members_by_gang.setdefault(gang_of(member.id), []).append(member)

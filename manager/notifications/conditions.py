@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...core.run_spec import NotificationKind
 from ...core.types import Outcome, gang_of
-from ..model.queries import reached_step, workers
+from ..model.queries import reached_step
 from ..model.state import Node, Replica, State, Status
 
 LIMIT_S = 3600.0
@@ -105,7 +105,7 @@ def _end(state: State, now: float) -> Iterator[Condition]:
 
 def _degraded(state: State) -> Iterator[Condition]:
     """Yield each replica without which the run continues."""
-    gangs = {gang_of(member.id): member for member in reversed(workers(state)) if member.status is Status.RETIRED}
+    gangs = {gang_of(member.id): member for member in reversed(state.workers) if member.status is Status.RETIRED}
     for gang, member in gangs.items():
         reason = _reason(member)
         text = f"the run continues without {gang}{f': {reason}' if reason else ''}"

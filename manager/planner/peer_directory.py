@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from ...core.types import STANDBY_ROLE, NodeName, ReplicaId, Version, is_trainer, natural_sort_key, standby_role_of
 from ...transport.messages import Peer, Peers, WeightSource
-from ..model.queries import workers
 from ..model.state import Replica, State, Status
 
 
@@ -45,7 +44,7 @@ def build_directory(state: State) -> PeerDirectory:
     Weight sources are ordered: the publisher first, then the receivers in natural order of their names. A trainer that
     has not published a version yet is not a source. In a gang only the first member publishes.
     """
-    current = [replica for replica in workers(state) if replica.is_current or _may_commit(state, replica)]
+    current = [replica for replica in state.workers if replica.is_current or _may_commit(state, replica)]
     peers = {r.id: Peer(r.incarnation, r.listen_address, r.status is Status.JOINED) for r in current}
     serving = [r for r in current if r.status is Status.JOINED and r.weight_address]
     newest = max((r.weight_version for r in serving if r.weight_version is not None), default=None)

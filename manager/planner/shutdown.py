@@ -25,7 +25,7 @@ from ..model.actions import (
     Why,
     every_lower,
 )
-from ..model.queries import all_completed, gangs, is_batch_role, open_requests, progress
+from ..model.queries import all_completed, is_batch_role, open_requests, progress
 from ..model.state import Allocation, Node, Replica, State, Status
 from .capacity.placement import stop_orphans
 from .capacity.rotation import cancelled_externally
@@ -151,7 +151,7 @@ def _complete(state: State, now: float) -> tuple[str, ...]:
         text = f"step {state.step} of {state.job.steps} is committed"
         evaluated = state.job.eval is None or state.evaluated >= state.job.steps
         return (text,) if state.step >= state.job.steps and evaluated else ()
-    working = [members for members in gangs(state) if is_batch_role(state.job, members[0].role)]
+    working = [members for members in state.gangs if is_batch_role(state.job, members[0].role)]
     undone = [members for members in working if not all_completed(members)]
     if not working or not all(_given_up(state, members, now) for members in undone):
         return ()

@@ -21,7 +21,7 @@ from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.figures.idle_times import IdleTimes, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
-from ..model.queries import weights_lag_steps, workers
+from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
@@ -136,7 +136,7 @@ def _of_run(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metri
 
 
 def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Metric]:
-    replicas = workers(state)
+    replicas = state.workers
     counted = Counter((replica.role, replica.status.value) for replica in replicas)
     all_pairs = [(role.name, status.value) for role in state.job.roles for status in Status]
     yield _labelled(

@@ -23,7 +23,6 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, RestartAll
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.support.cli.explained import assert_explained
@@ -246,8 +245,8 @@ class TestRun:
 
 def all_work(state: State) -> bool:
     """Return whether every replica has joined and every rollout holds weights."""
-    return all(r.status is Status.JOINED for r in workers(state)) and all(
-        r.weight_version is not None for r in workers(state) if state.job.traits_of(r.id).gets_weights
+    return all(r.status is Status.JOINED for r in state.workers) and all(
+        r.weight_version is not None for r in state.workers if state.job.traits_of(r.id).gets_weights
     )
 
 

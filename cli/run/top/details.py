@@ -16,7 +16,7 @@ from ....api.watching.run_state import Failures
 from ....core.phases import ClockReading
 from ....core.text import span
 from ....core.types import Finding, NodeName, Verdict, natural_sort_key
-from ....manager.model.queries import gang, workers
+from ....manager.model.queries import gang
 from ....manager.model.state import Node, Replica, State
 from ...views.pace import percent
 from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
@@ -34,7 +34,7 @@ _FINDING_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 # ── rows of the tables ───────────────────────────────────────────────────────────────────────────────────────────────
 def replica_rows(state: State, now: float, failures: Failures) -> list[TableRow]:
     """Return a row for each replica of a run."""
-    return [_replica_row(state, replica, now, failures) for replica in workers(state)]
+    return [_replica_row(state, replica, now, failures) for replica in state.workers]
 
 
 def _replica_row(state: State, replica: Replica, now: float, failures: Failures) -> TableRow:
@@ -78,7 +78,7 @@ def by_name(name: str) -> SortKey:
 
 def replicas_on(state: State, node: NodeName) -> list[Replica]:
     """Return the current members of roles that run on a node, or are being started on it."""
-    return [one for one in workers(state) if one.is_current and one.node == node]
+    return [one for one in state.workers if one.is_current and one.node == node]
 
 
 def _node_word(state: State, node: Node) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import msgspec
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, Outcome, gang_of
 from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Rung, Why
-from ...model.queries import gang, gangs, open_requests, workers
+from ...model.queries import gang, open_requests
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
 from .allocation_requests import (
@@ -125,7 +125,7 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
     ):
         return NEVER
     if not lacking and any(
-        replica.status is Status.RETIRED for replica in workers(state) if replica.role in node_group.roles
+        replica.status is Status.RETIRED for replica in state.workers if replica.role in node_group.roles
     ):
         return NEVER
     since = max(
@@ -240,7 +240,7 @@ def _retired_to_retry(state: State, assigned: Assignment, node_group: NodeGroup,
     window = state.job.recovery.window
     return [
         replica
-        for members in gangs(state)
+        for members in state.gangs
         if members[0].role in node_group.roles
         and any(member.status is Status.RETIRED for member in members)
         and not any(member.recent_failures(window, now) for member in members)
@@ -314,7 +314,7 @@ def _excluded_node_lines(state: State, node_group: NodeGroup) -> Iterator[str]:
 def _remaining(state: State, role: str, lost: list[Replica]) -> int:
     """Return the number of gangs of a role that are not retired, without the gangs of the members in ``lost``."""
     ids = {gang_of(replica.id) for replica in lost}
-    remaining = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
+    remaining = [members for members in state.gangs if members[0].role == role and gang_of(members[0].id) not in ids]
     return sum(all(member.status is not Status.RETIRED for member in members) for members in remaining)
 
 

@@ -12,7 +12,7 @@ import re
 from ....cluster.base import NodeState
 from ....cluster.traits import traits_of
 from ...model.actions import Decision, Drain, Exclude, ExternalAction, Readmit, Shrink, Undrain, Why
-from ...model.queries import node_finding, workers
+from ...model.queries import node_finding
 from ...model.reduce_nodes import DRAIN, UNDRAIN
 from ...model.state import Allocation, Node, State, Status
 from ..deadlines import NEVER
@@ -156,6 +156,6 @@ def _redundant(state: State, allocation: Allocation, node: Node) -> bool:
     down = node.status is not None and node.status.state is NodeState.DOWN
     roles = state.job.node_group(allocation.request.node_group).roles
     working = (
-        replica.status in (Status.JOINED, Status.COMPLETED) for replica in workers(state) if replica.role in roles
+        replica.status in (Status.JOINED, Status.COMPLETED) for replica in state.workers if replica.role in roles
     )
     return node.proved or down or all(working)

@@ -16,7 +16,7 @@ from ....cluster.base import NodeState
 from ....core.run_spec import RoleSpec
 from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
 from ...model.actions import Shrink
-from ...model.queries import failed_first_starts, gang, gangs, workers
+from ...model.queries import failed_first_starts, gang
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, rotate_at
@@ -54,7 +54,7 @@ class NodeInventory:
         ends = (allocation.ends_at for allocation in state.allocations.values())
         window = state.job.recovery.window
         failure_expiries = (
-            failure.at + window for replica in workers(state) if replica.failures for failure in replica.failures
+            failure.at + window for replica in state.workers if replica.failures for failure in replica.failures
         )
         self.next_change = min(
             (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
@@ -105,7 +105,7 @@ class NodeInventory:
             if is_held(state, n, now) and n.name not in self.barred
         }
         """Nodes that the cluster reboots once they are idle. Only a replica that ran there may return."""
-        self.gangs = gangs(state)
+        self.gangs = state.gangs
         self._usable_names = {candidate.node for candidate in self.usable}
         self._by_node = {
             candidate.node: (node_group, candidate)
@@ -123,7 +123,7 @@ class NodeInventory:
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
             node
-            for replica in workers(state)
+            for replica in state.workers
             if replica.failures
             for node in self._nodes_that_failed(replica, refused=False)
         }
@@ -178,8 +178,8 @@ class NodeInventory:
     def occupied(self) -> Occupancy:
         """Return the result of :meth:`occupancy` itself, which nobody changes."""
         occupancy: Occupancy = {}
-        retired_gangs = {gang_of(replica.id) for replica in workers(self._state) if replica.status is Status.RETIRED}
-        for replica in workers(self._state):
+        retired_gangs = {gang_of(replica.id) for replica in self._state.workers if replica.status is Status.RETIRED}
+        for replica in self._state.workers:
             if replica.is_current:
                 if replica.node is not None:
                     occupancy.setdefault(replica.node, []).append(replica)

@@ -12,7 +12,7 @@ from itertools import groupby
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, ReplicaId, gang_of, role_of
 from ...model.actions import Decision, Fence, LowerRungs, Release, Rung, Why, every_lower
-from ...model.queries import to_launch, workers
+from ...model.queries import to_launch
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, rotate_at, rotation_urgent_at
 from .node_lifecycle import should_drain
@@ -42,7 +42,7 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
         ids = list(members)
         allocations = [state.allocations[_allocation_of(state, id)] for id in ids]
         urgent_at = min(rotation_urgent_at(state, allocation) for allocation in allocations)
-        if any(_is_awaited(state, other, now >= urgent_at, now) for other in workers(state) if other.role == role):
+        if any(_is_awaited(state, other, now >= urgent_at, now) for other in state.workers if other.role == role):
             wake = min(wake, urgent_at if now < urgent_at else NEVER)
             continue
         moving.add(role)
@@ -181,7 +181,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
     """Return the fences of the replicas whose allocation is ending or reclaimed. ``now`` is the manager's time (s)."""
     fences: list[Decision] = []
     limits = state.job.limits
-    for replica in workers(state):
+    for replica in state.workers:
         if not replica.is_current or not (evidence := _preemption_evidence(state, replica, now)):
             continue
         in_place = LowerRungs((Rung.IN_PLACE,), "its node to stay in the run")

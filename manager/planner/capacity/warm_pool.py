@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ....core.phases import STANDBY
 from ....core.run_spec import RoleSpec
 from ....core.types import STANDBY_ROLE, NodeName, ReplicaId, gang_of, is_support, natural_sort_key, role_of
-from ...model.queries import shares_node, workers
+from ...model.queries import shares_node
 from ...model.state import OrphanStep, Replica, State, Status
 from ..deadlines import NEVER
 
@@ -103,7 +103,7 @@ def donors(state: State, occupancy: Occupancy) -> list[Replica]:
     for role in (role for role in state.job.roles if role.traits.may_be_displaced and role.ranks == 1):
         at_work = [
             rollout
-            for rollout in workers(state)
+            for rollout in state.workers
             if rollout.role == role.name
             and rollout.status is Status.JOINED
             and rollout.node is not None

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
-from ...model.queries import reached_step, workers
+from ...model.queries import reached_step
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
@@ -199,7 +199,7 @@ def fails_often_here(case: FailureCase) -> bool:
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
     """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica."""
     without = {gang_of(failed.id), *dropped}
-    members = [member for member in workers(state) if member.role == failed.role and gang_of(member.id) not in without]
+    members = [member for member in state.workers if member.role == failed.role and gang_of(member.id) not in without]
     retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
     return len({gang_of(member.id) for member in members} - retired) >= state.job.role(failed.role).min_replicas
 
@@ -212,7 +212,7 @@ def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
         return (
             f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
         )
-    failures = [failure for member in workers(state) if gang_of(member.id) == gang_id for failure in member.failures]
+    failures = [failure for member in state.workers if gang_of(member.id) == gang_id for failure in member.failures]
     reached = reached_step(state)
     if any(failure.at in recent[-1:] and failure.step == reached for failure in failures):
         return f"it failed again after a restart of the whole run, and no step was finished since step {reached}"

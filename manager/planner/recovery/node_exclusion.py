@@ -23,7 +23,7 @@ from msgspec import Struct
 from ....cluster.base import NodeState
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, is_support, replica_id
 from ...model.actions import Exclude, Why
-from ...model.queries import most_severe, workers
+from ...model.queries import most_severe
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import excludes_node, unfit_nodes
 from ..capacity.nodes import NodeInventory
@@ -105,7 +105,7 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
 
     Yield nothing unless all replicas work, since a failed replica may need the spare node.
     """
-    if state.job.health.stragglers != "exclude" or not all(_is_working(state, replica) for replica in workers(state)):
+    if state.job.health.stragglers != "exclude" or not all(_is_working(state, replica) for replica in state.workers):
         return
     for finding in state.findings.values():
         incarnation = finding.incarnation

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, has_worked, workers
+from ...model.queries import finding_about, has_worked
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
@@ -25,7 +25,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined.
     """
     for role in state.job.roles:
-        replicas = [replica for replica in workers(state) if replica.role == role.name]
+        replicas = [replica for replica in state.workers if replica.role == role.name]
         if any(replica.ever_joined for replica in replicas):
             continue
         tries = [attempt for replica in replicas for attempt in _not_started_tries(state, replica)]
@@ -75,7 +75,7 @@ def invalid_config(state: State) -> Finish | None:
     has worked, the configuration is valid, and the failure is repaired like any other. A changed input file ends the
     run in any case.
     """
-    for replica in workers(state):
+    for replica in state.workers:
         finding = finding_about(state, replica.incarnation) if replica.is_current else None
         if finding is not None and Flag.INPUT_CHANGED in finding.flags:
             lower = every_lower("the input file as it was")
@@ -109,7 +109,7 @@ def no_fit_node(state: State) -> Finish | None:
         if (
             enough
             and not any_fit
-            and not any(replica.ever_joined for replica in workers(state) if replica.role in roles)
+            and not any(replica.ever_joined for replica in state.workers if replica.role in roles)
         ):
             return rejected((f"{unfit[bad[-1]]} on {_node_list(bad)}",))
     return None
@@ -127,8 +127,8 @@ def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> b
     ``dropped`` are gangs that this plan has retired already.
     """
     without = {gang_of(replica.id), *dropped}
-    others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
-    given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in dropped]
+    others = [other for other in state.workers if other.role == replica.role and gang_of(other.id) not in without]
+    given_up = [other for other in state.workers if other.role == replica.role and gang_of(other.id) in dropped]
     tried = [other for other in others if other.status is not Status.RETIRED]
     return not tried and not any(other.ever_joined for other in (*others, *given_up))
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by, workers
+from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by
 from ...model.state import Replica, State, Status
 
 
@@ -79,7 +79,7 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
 
 def unrepairable(state: State) -> Finish | None:
     """Return the decision to end a run in which a process reported that every further start would end in this way."""
-    for replica in workers(state):
+    for replica in state.workers:
         exception = _exception_of_code(state, replica)
         if exception is not None and exception.unrepairable is not None:
             evidence = f"{replica.id}: {exception}", exception.unrepairable
@@ -99,8 +99,8 @@ def failed_by_code(state: State, evidence: tuple[str, ...], shown: str, needed: 
 def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
     """Return whether another gang of the role may still work, because it is neither retired nor in ``dropped``."""
     gone = {gang_of(failed.id), *dropped}
-    retired = {gang_of(member.id) for member in workers(state) if member.status is Status.RETIRED}
-    return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in workers(state))
+    retired = {gang_of(member.id) for member in state.workers if member.status is Status.RETIRED}
+    return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in state.workers)
 
 
 def _exception_of_code(state: State, failed: Replica) -> RaisedException | None:

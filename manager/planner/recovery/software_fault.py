@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.types import NodeName, is_trainer
-from ...model.queries import finding_about, has_trained, node_finding, reached_step, workers
+from ...model.queries import finding_about, has_trained, node_finding, reached_step
 from ...model.state import FailedIncarnation, Replica, State, Status
 from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
@@ -75,7 +75,7 @@ def _correlated_failure(state: State, role: str, at: float) -> bool:
     "Many" means at least one, and at least the share ``recovery.breaker`` of these members.
     """
     window = state.job.limits.silence
-    others = [other for other in workers(state) if other.role != role]
+    others = [other for other in state.workers if other.role != role]
     failing = sum(
         any(abs(failure.at - at) <= window for failure in other.failures)
         or (other.is_current and state.at - at <= window and finding_about(state, other.incarnation) is not None)

@@ -15,7 +15,6 @@ from rrl.core.phases import STANDBY
 from rrl.core.types import STANDBY_ROLE, Incarnation, ReplicaId, standby_role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, State, Status
 from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import (
@@ -240,5 +239,5 @@ def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_nee
 
 def _stand_on_spares(state: State) -> set[str]:
     """Return the roles with a ready standby process on a node on which no role works."""
-    used = {one.node for one in workers(state)}
+    used = {one.node for one in state.workers}
     return {standby_role_of(one.id) for one in standbys(state) if one.node not in used}

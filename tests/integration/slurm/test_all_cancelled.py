@@ -10,7 +10,6 @@ import pytest
 
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
-from rrl.manager.model.queries import workers
 from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 
@@ -52,7 +51,7 @@ def test_rrl_manage_on_a_cancelled_run_requests_one_pool_only(slurm_lab: SlurmLa
             assert len(_requests(run)) == 2, f"requests besides the first pool and its successor: {_requests(run)}"
             assert len(state.allocations) == 1, list(state.allocations)
             assert len(pools) == 1, pools
-            assert not [replica for replica in workers(state) if replica.failures], (
+            assert not [replica for replica in state.workers if replica.failures], (
                 "a cancellation was taken for a failure"
             )
             with run.call("cancel", run.run.id) as cancel:

@@ -14,7 +14,6 @@ from rrl.cluster.base import AllocationState
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.runs import (
     all_work,
@@ -157,7 +156,7 @@ def test_pool_at_its_walltime_is_replaced_and_the_run_continues(lab: SlurmLab) -
     run.wait(lambda s: not first & {r.allocation for r in s.replicas.values() if r.is_current} and all_work(s), 240.0)
     step = run.state().step
     state = run.wait(lambda s: s.step > step + 3)
-    assert {replica.id: replica.failures for replica in workers(state) if replica.failures} == {}
+    assert {replica.id: replica.failures for replica in state.workers if replica.failures} == {}
     run.wait(lambda s: not first & s.allocations.keys(), 120.0)
     asked = [
         s.event.action.request
@@ -177,7 +176,7 @@ def test_pool_cancelled_by_an_administrator_is_requested_once_more(lab: SlurmLab
         pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
         lab.slurm("scancel", *pools)
         run.wait(lambda s, n=number: s.replica(TRAINER).incarnation_number > n or s.finish is not None)  # type: ignore[misc]
-        assert not [r for r in workers(run.state()) if r.failures], (
+        assert not [r for r in run.state().workers if r.failures], (
             "a replica counts as failed because its allocation was cancelled"
         )
     state = run.wait_end()

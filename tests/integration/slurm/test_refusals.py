@@ -13,7 +13,6 @@ from rrl.cluster.base import NodeState, RejectReason
 from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request, Rung
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State
 from rrl.tests.support.runs import TestRun, all_work, check_sound, current_incarnations, light_job, submit_on
 from rrl.tests.support.slurm import accounting
@@ -111,7 +110,7 @@ def test_rolling_reboot_moves_a_role_at_its_next_start_and_no_earlier(slurm_lab:
     run = submit_on(slurm_lab, "reboot", light_job("slurm", 100_000, rollouts=1, spares=1, warm=False))
     run.wait_steps(2)
     before = current_incarnations(run.state())
-    used = {replica.node for replica in workers(run.state())}
+    used = {replica.node for replica in run.state().workers}
     (spare,) = (node for node in run.state().nodes if node not in used)
     home = run.state().replica(R0).node
     assert home is not None

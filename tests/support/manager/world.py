@@ -61,7 +61,6 @@ from rrl.manager.model.actions import (
     Rung,
     StopStep,
 )
-from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, State, Status
 from rrl.manager.planner import plan
@@ -177,15 +176,15 @@ class World:
     def steady(self) -> World:
         """Play until every replica works."""
         self.play(self.works)
-        assert self.works(), {r.id: r.status for r in workers(self.state)}
+        assert self.works(), {r.id: r.status for r in self.state.workers}
         return self.play(timeout_s=1.0)
 
     def works(self) -> bool:
-        at_work = (r for r in workers(self.state) if r.status is not Status.COMPLETED)
+        at_work = (r for r in self.state.workers if r.status is not Status.COMPLETED)
         return all(r.status is Status.JOINED and r.step in self.steps for r in at_work)
 
     def incarnations(self) -> dict[ReplicaId, int]:
-        return {replica.id: replica.incarnation_number for replica in workers(self.state)}
+        return {replica.id: replica.incarnation_number for replica in self.state.workers}
 
     def node_of(self, replica: ReplicaId) -> NodeName:
         node = self.state.replica(replica).node

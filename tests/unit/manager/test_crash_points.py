@@ -22,7 +22,6 @@ from rrl.core.run_spec import EvalSpec, HealthSpec, Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Decision, ExternalAction, Fence, Launch, Release, Request, StopStep
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
 from rrl.tests.support.manager.jobs import (
     REWARD,
@@ -148,7 +147,7 @@ def _facts(site: Site, state: State) -> dict[str, object]:
         "excluded": excluded,
         "restarts of the whole": len(state.full_restarts),
         "evaluated": [one.step for one in state.evaluations],
-        "statuses": {one.id: one.status for one in workers(state)},
+        "statuses": {one.id: one.status for one in state.workers},
     }
 
 
@@ -366,7 +365,7 @@ def test_commands_are_carried_out_once_across_managers(kill_every: int) -> None:
         "shard-2": 1,
     }
     assert epochs_of(site, ev.FindingChanged) == []
-    assert {one.status for one in workers(state)} == {Status.COMPLETED}
+    assert {one.status for one in state.workers} == {Status.COMPLETED}
 
 
 ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_node_groups(steps=62, limits=SOON, terms={"trainer": 120.0}))

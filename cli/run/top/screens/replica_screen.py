@@ -22,7 +22,6 @@ from .....api.logs.merge import Line
 from .....core.run_dir import RunDir
 from .....core.text import escaped
 from .....core.types import NodeName, OperationFailed, ReplicaId, UsageError, gang_of
-from .....manager.model.queries import workers
 from .....manager.model.state import State
 from ....common.output import Escaped
 from ....logs.printer import Printer
@@ -164,7 +163,7 @@ class ReplicaScreen(Screen[None]):
         self._opened, state = snapshot.opened, snapshot.opened.watched.state
         if state is not None:
             now, replica = self._feed.now(), state.replicas.get(self._replica)
-            names = [one.id for one in workers(state)]
+            names = [one.id for one in state.workers]
             view = (
                 missing_view(self._replica, names)
                 if replica is None

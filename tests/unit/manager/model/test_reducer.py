@@ -49,7 +49,7 @@ from rrl.manager.model.actions import (
     Undrain,
     Why,
 )
-from rrl.manager.model.queries import open_requests, workers
+from rrl.manager.model.queries import open_requests
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import OrphanStep, State, Status, UnchargedRestart
@@ -100,7 +100,7 @@ RUNNING = (
 
 def test_new_run_wants_every_replica_and_none_is_current() -> None:
     state = state_after()
-    assert {r.id: (r.status, r.incarnation_number) for r in workers(state)} == dict.fromkeys(
+    assert {r.id: (r.status, r.incarnation_number) for r in state.workers} == dict.fromkeys(
         (STORE, REWARD, TRAINER, *ROLLOUTS), (Status.WANTED, 0)
     )
     assert not state.is_current(Incarnation(TRAINER, 0))

@@ -29,7 +29,7 @@ from rrl.core.types import (
 )
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
-from rrl.manager.model.queries import progress, to_launch, workers
+from rrl.manager.model.queries import progress, to_launch
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, Replica, Status
 from rrl.manager.planner import plan
@@ -365,7 +365,7 @@ def test_gang_without_a_node_is_retired_whole_if_its_role_can_spare_it() -> None
     world.lose_node(lost)
     world.wait(2000.0)
     assert {
-        replica.id: replica.status for replica in workers(world.state) if gang_of(replica.id) == S1
+        replica.id: replica.status for replica in world.state.workers if gang_of(replica.id) == S1
     } == dict.fromkeys((S1, member_id(S1, 1)), Status.RETIRED)
     assert world.state.replica(S0).status is Status.JOINED
     assert "shard continues with 1 replicas" in {fence.why.expects for fence in world.decided(Fence)}
@@ -463,7 +463,7 @@ def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
         world.wait(pause)
     world.wait(60.0)
     world.play(lambda: world.works() and not world.state.orphan_steps.keys() & world.steps.keys())
-    assert world.works(), {replica.id: replica.status for replica in workers(world.state)}
+    assert world.works(), {replica.id: replica.status for replica in world.state.workers}
     assert world.state.finish is None
     assert_one_incarnation_is_current_at_any_time(world)
     assert len({world.state.replica(id).incarnation_number for id in MEMBERS}) == 1

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rrl.core.run_spec import Recovery
 from rrl.core.types import AGENT, ReplicaId, role_of
 from rrl.manager.model.actions import Fence
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, Status
 from rrl.tests.support.examples import examples
 from rrl.tests.support.manager.jobs import REWARD, STORE, TRAINER, job
@@ -29,7 +28,7 @@ _blows = st.tuples(
 def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
     """Let a failure happen, and return the replicas whose incarnations it may change."""
     node = world.state.replica(replica).node
-    ids = {r.id for r in workers(world.state) if r.node == node or r.preferred_node == node}
+    ids = {r.id for r in world.state.workers if r.node == node or r.preferred_node == node}
     if node is None or kind == "kill":
         world.kill(replica)
     elif kind == "freeze":
@@ -50,7 +49,7 @@ def restless(world: World) -> list[Replica]:
     """Return the replicas that do not work, except for retired rollouts."""
     return [
         replica
-        for replica in workers(world.state)
+        for replica in world.state.workers
         if not (replica.status is Status.JOINED and replica.step in world.steps)
         and not (replica.status is Status.RETIRED and role_of(replica.id) == "rollout")
     ]
@@ -71,7 +70,7 @@ def test_single_failures_change_no_other_replicas_incarnation(blows: list[Blow],
         assert changed <= hit, f"{kind} {replica}"
     world.play(timeout_s=3000.0)
     assert {id for id, incarnation in world.incarnations().items() if incarnation != 1} <= hit
-    assert world.works(), {r.id: r.status for r in workers(world.state) if r.status is not Status.JOINED}
+    assert world.works(), {r.id: r.status for r in world.state.workers if r.status is not Status.JOINED}
 
 
 @examples(12, many=300)

@@ -16,7 +16,6 @@ from rrl.core.run_spec import EvalSpec, Limits, Recovery, TrainerSettings
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Release, Request, Rung, StopStep
-from rrl.manager.model.queries import workers
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
@@ -948,4 +947,4 @@ def test_ended_run_is_over_and_has_no_further_plan() -> None:
 
 def test_replicas_of_a_role_start_in_order_on_nodes_in_natural_order() -> None:
     world = World(job(rollouts=9)).steady()
-    assert [world.node_of(r.id) for r in workers(world.state) if r.role == "rollout"] == [f"n{i}" for i in range(3, 12)]
+    assert [world.node_of(r.id) for r in world.state.workers if r.role == "rollout"] == [f"n{i}" for i in range(3, 12)]

@@ -16,7 +16,6 @@ from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Cause, NodeName
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
-from rrl.manager.model.queries import gangs, workers
 from rrl.manager.model.state import State, Status
 from rrl.manager.model.table import as_dict
 from rrl.manager.planner import plan
@@ -74,7 +73,7 @@ class Story(Nodes):
         elif blow == "restart":
             self.send_command(blow, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
         elif blow == "commit":
-            if all(replica.status is Status.JOINED for replica in workers(self.state) if replica.role == "trainer"):
+            if all(replica.status is Status.JOINED for replica in self.state.workers if replica.role == "trainer"):
                 self.commit(self.state.step + 1)
         elif blow == "arrive":
             self.fresh(1)
@@ -143,7 +142,7 @@ class Story(Nodes):
 
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
     def check(self) -> None:
-        for members in gangs(self.state):
+        for members in self.state.gangs:
             current_numbers = {replica.incarnation_number for replica in members if replica.is_current}
             assert current_numbers <= {max(replica.incarnation_number for replica in members)}
         steps = [replica.step for replica in self.state.replicas.values() if replica.is_current and replica.step]
@@ -203,4 +202,4 @@ def test_random_events_end_with_all_replicas_working_or_the_run_over(seed: int) 
         story.check()
     story.heal()
     story.play(lambda: story.over or story.works(), timeout_s=8000.0)
-    assert story.over or story.works(), {replica.id: replica.status for replica in workers(story.state)}
+    assert story.over or story.works(), {replica.id: replica.status for replica in story.state.workers}

@@ -11,7 +11,6 @@ from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
-from rrl.manager.model.queries import workers
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, in_node_groups, job
 from rrl.tests.support.manager.world import World, requests
 
@@ -51,7 +50,7 @@ def test_resumed_run_wants_all_replicas_with_new_budgets_and_numbers() -> None:
     world.cancel()
     resume(ended(world, Outcome.CANCELLED), job(rollouts=3)).steady()
     assert world.incarnations() == dict.fromkeys(world.incarnations(), 2) | {R0: 3, ReplicaId("rollout/2"): 1}
-    assert [replica.failures for replica in workers(world.state)] == [()] * 6
+    assert [replica.failures for replica in world.state.workers] == [()] * 6
 
 
 def test_earlier_external_cancellations_do_not_cancel_a_resumed_run() -> None:
@@ -82,7 +81,7 @@ def test_probe_results_are_forgotten_for_the_corrected_job() -> None:
 
 def test_node_excluded_by_a_user_stays_excluded() -> None:
     world = World(job(), nodes=8).steady()
-    spare = next(name for name in world.state.nodes if name not in {replica.node for replica in workers(world.state)})
+    spare = next(name for name in world.state.nodes if name not in {replica.node for replica in world.state.workers})
     world.happen(ev.CommandReceived("drain", "ada", "d1", target=spare))
     assert world.state.nodes[spare].excluded is not None
     world.cancel()
@@ -112,7 +111,7 @@ def test_kept_allocations_that_do_not_fit_the_job_are_released(change: str) -> N
     resume(world, changed).steady()
     assert [action.allocation for action in world.decided(Release)] == [POOL]
     assert POOL not in world.held
-    assert all(replica.allocation != POOL for replica in workers(world.state))
+    assert all(replica.allocation != POOL for replica in world.state.workers)
 
 
 def test_manager_resumed_inside_its_pool_requests_that_pool_only() -> None:

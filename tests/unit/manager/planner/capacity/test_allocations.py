@@ -10,7 +10,6 @@ from rrl.core.run_spec import Limits, Recovery, RunSpec
 from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
-from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.allocation_requests import initial_requests
@@ -438,9 +437,9 @@ def test_replicas_of_a_role_move_one_at_a_time() -> None:
     state, down = None, []
     for stamped in world.events:
         state = fold(state, stamped)
-        down.append(sum(r.status is not Status.JOINED for r in workers(state) if r.role == "rollout"))
+        down.append(sum(r.status is not Status.JOINED for r in state.workers if r.role == "rollout"))
     assert max(down[began:]) == 1
-    assert {r.incarnation_number for r in workers(world.state) if r.role == "rollout"} == {2}
+    assert {r.incarnation_number for r in world.state.workers if r.role == "rollout"} == {2}
     world.wait(30.0)
     assert sorted(release.allocation for release in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
 

@@ -11,7 +11,6 @@ from rrl.core.run_spec import HealthSpec, Recovery
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Readmit, Release, Request, Shrink, Undrain
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import ReleaseResult, Status
 from rrl.manager.model.table import as_dict
 from rrl.manager.planner.capacity.nodes import NodeInventory
@@ -84,7 +83,7 @@ def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own() -> None
 def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort() -> None:
     w = world(spares=2)
     suspect, before = w.node_of(R0), w.incarnations()
-    spares = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})
+    spares = sorted(set(w.state.nodes) - {replica.node for replica in w.state.workers})
     w.exclude(suspect, Cause.GPU, verdict=Verdict.WARN)
     w.exclude(spares[0], Cause.GPU, verdict=Verdict.WARN)
     w.wait(30.0)
@@ -96,7 +95,7 @@ def test_suspect_node_keeps_its_replicas_and_gets_new_ones_only_as_a_last_resort
 
 def test_suspect_node_is_used_if_no_other_node_is_free() -> None:
     w = world(spares=1, nodes=5)
-    spare = next(iter(set(w.state.nodes) - {replica.node for replica in workers(w.state)}))
+    spare = next(iter(set(w.state.nodes) - {replica.node for replica in w.state.workers}))
     w.exclude(spare, Cause.GPU, verdict=Verdict.WARN)
     w.happen(lost(w.node_of(R1), w.now))
     w.play(w.works)
@@ -148,7 +147,7 @@ def test_only_one_of_two_stragglers_leaves_its_node_if_there_is_one_spare() -> N
 # ── circuit breaker and outages ──────────────────────────────────────────────────────────────────────────────────────
 def test_no_other_node_is_excluded_during_an_outage() -> None:
     w = world(spares=4)
-    down = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)})[:3]
+    down = sorted(set(w.state.nodes) - {replica.node for replica in w.state.workers})[:3]
     for node in down:
         w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DOWN, "DOWN")))
     w.exclude(w.node_of(R0), Cause.GPU)
@@ -164,7 +163,7 @@ def test_node_with_proof_gets_nothing_new_while_the_breaker_keeps_it() -> None:
     w = Nodes(job(spares=3, steps=1000, recovery=Recovery(backoff=0.0)), 8)
     w.steady()
     w.all_up()
-    spares, before = sorted(set(w.state.nodes) - {replica.node for replica in workers(w.state)}), w.incarnations()
+    spares, before = sorted(set(w.state.nodes) - {replica.node for replica in w.state.workers}), w.incarnations()
     for node in spares:
         w.exclude(node, Cause.GPU)
     assert w.tags(Exclude) == [f"{node}!exclude" for node in spares[:2]]
@@ -173,7 +172,7 @@ def test_node_with_proof_gets_nothing_new_while_the_breaker_keeps_it() -> None:
     w.kill(R1)
     w.play(w.works)
     assert w.incarnations() == before | {R0: 2, R1: 2}
-    assert spares[2] not in {replica.node for replica in workers(w.state)}
+    assert spares[2] not in {replica.node for replica in w.state.workers}
     assert NodeInventory(w.state, w.now).candidate(spares[2]) is None
 
 
@@ -360,7 +359,7 @@ def test_readmitted_node_gets_no_role_before_its_agent_has_joined() -> None:
 def test_readmitted_node_that_is_cut_off_is_not_waited_for_without_end() -> None:
     w = world(spares=1, nodes=8)
     w.shrinks = "not here"
-    spare = next(name for name in w.state.nodes if name not in {replica.node for replica in workers(w.state)})
+    spare = next(name for name in w.state.nodes if name not in {replica.node for replica in w.state.workers})
     w.send_command("drain", spare)
     w.wait(10.0)
     w.dead.add(spare)
@@ -673,7 +672,7 @@ def test_no_role_is_placed_on_a_node_before_its_agent_has_reported() -> None:
     w.broken_incarnations = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
     w.play(w.works)
     assert w.works()
-    assert not {NodeName("n1"), NodeName("n2")} & {replica.node for replica in workers(w.state)}
+    assert not {NodeName("n1"), NodeName("n2")} & {replica.node for replica in w.state.workers}
 
 
 @pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])

@@ -11,7 +11,6 @@ from rrl.core.run_spec import Limits, NodeGroup, RunSpec
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_node_groups, job
@@ -310,7 +309,7 @@ def test_expiring_pool_is_replaced_with_its_spares_and_left_role_by_role() -> No
     assert max(world.incarnations().values()) == 5, (
         "the replicas were not moved once per allocation until the end of the run"
     )
-    assert all(replica.failures == () for replica in workers(world.state))
+    assert all(replica.failures == () for replica in world.state.workers)
 
 
 def test_successor_is_requested_for_the_remaining_time() -> None:

@@ -11,7 +11,7 @@ from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, Resources, member_id, replica_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep, Why
-from rrl.manager.model.queries import owner_of, workers
+from rrl.manager.model.queries import owner_of
 from rrl.manager.model.reduce_replicas import on_launch_intended, on_launch_rejected
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import AdmittedProcess, Status
@@ -355,7 +355,7 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
 # ── standby processes are not replicas ───────────────────────────────────────────────────────────────────────────────
 def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     world = World(SMALL).steady().warmed()
-    assert not any(replica.role == STANDBY_ROLE for replica in workers(world.state))
+    assert not any(replica.role == STANDBY_ROLE for replica in world.state.workers)
     inventory = NodeInventory(world.state, world.now)
     assert all(id.role != STANDBY_ROLE for occupants in inventory.occupancy().values() for id in occupants)
     assert N7 not in inventory.occupancy()

@@ -13,7 +13,6 @@ from rrl.core.run_spec import Recovery
 from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import TRAINER_SHUTDOWN_GRACES
 from rrl.manager.planner.recovery.ladder import POLICIES, SUPPORT_LADDER, severity
@@ -104,7 +103,7 @@ def test_spare_with_a_ready_standby_is_preferred() -> None:
 def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
     (stands,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
-    (rollout,) = [replica for replica in workers(world.state) if replica.node == stands]
+    (rollout,) = [replica for replica in world.state.workers if replica.node == stands]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fence, driven = fences(world)
@@ -119,12 +118,12 @@ def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -
 
 def test_donors_warm_node_is_preferred_to_a_cold_spare() -> None:
     world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
-    spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in workers(world.state)}]
+    spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in world.state.workers}]
     for node in spares:
         fail(world, ReplicaId(f"standby/{node}"))  # this standby process is not ready until it has restarted
     stands = next(
         replica.node
-        for replica in workers(world.state)
+        for replica in world.state.workers
         if replica.role == "rollout" and replica.node in world.ready_standbys()
     )
     world.happen(lost(world.node_of(TRAINER), world.now))
@@ -173,7 +172,7 @@ def test_failed_promotion_counts_as_failed_restart_and_the_next_start_is_cold() 
 def test_failed_member_restarts_its_gang_and_alone_is_charged() -> None:
     world = World(gang_job(warm=False)).steady()
     homes = {id: world.node_of(id) for id in GANG}
-    others = {replica.id: replica.incarnation_number for replica in workers(world.state) if replica.role != "trainer"}
+    others = {replica.id: replica.incarnation_number for replica in world.state.workers if replica.role != "trainer"}
     fail(world, T1)
     assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
     rest = [fence for fence in fences(world) if not fence.charged]
@@ -376,8 +375,8 @@ def test_run_without_a_trainer_is_not_restarted_as_a_whole() -> None:
 
 def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -> None:
     world = at_step(World(gang_job()).steady().warmed(), 2)
-    homes = {replica.id: replica.node for replica in workers(world.state)}
-    before = {replica.id: replica.incarnation_number for replica in workers(world.state)}
+    homes = {replica.id: replica.node for replica in world.state.workers}
+    before = {replica.id: replica.incarnation_number for replica in world.state.workers}
     agents = {
         replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
     }
@@ -396,9 +395,9 @@ def test_full_restart_fences_all_in_place_and_charges_only_the_failed_member() -
     adopted = [launch for launch in world.decided(Launch) if launch.standby is not None]
     assert len(adopted) == 4  # promoted at the first failure; a full restart promotes no standby process
     world.steady()
-    assert {replica.id: replica.node for replica in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in world.state.workers} == homes
     assert [launch for launch in world.decided(Launch) if launch.standby is not None] == adopted
-    charged_with = {replica.id: len(replica.failures) for replica in workers(world.state) if replica.failures}
+    charged_with = {replica.id: len(replica.failures) for replica in world.state.workers if replica.failures}
     assert charged_with == {T1: 2}
     assert {
         replica.id: replica.incarnation_number for replica in world.state.replicas.values() if replica.role == AGENT
@@ -413,7 +412,7 @@ def test_many_failures_at_once_restart_the_run_once() -> None:
         world.record(found(world.state.replica(replica).incarnation, "exit_record", world.now))
     world.steady()
     assert len(world.decided(RestartAll)) == 1
-    assert sum(len(replica.failures) for replica in workers(world.state)) == 1
+    assert sum(len(replica.failures) for replica in world.state.workers) == 1
 
 
 def test_many_lost_nodes_cost_one_restart_for_replicas_on_excludable_nodes() -> None:
@@ -430,7 +429,7 @@ def test_many_lost_nodes_cost_one_restart_for_replicas_on_excludable_nodes() -> 
 @pytest.mark.parametrize("replica", ALL)
 def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> None:
     world = at_step(World(job(recovery=Recovery(policy="job"))).steady(), 1)
-    homes = {replica.id: replica.node for replica in workers(world.state)}
+    homes = {replica.id: replica.node for replica in world.state.workers}
     fail(world, replica)
     (restart,) = world.decided(RestartAll)
     assert restart.failed == Incarnation(replica, 1)
@@ -440,17 +439,17 @@ def test_policy_job_restarts_all_in_place_on_any_failure(replica: ReplicaId) -> 
     world.steady()
     assert world.now - began < 10.0
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {replica.id: replica.node for replica in workers(world.state)} == homes
+    assert {replica.id: replica.node for replica in world.state.workers} == homes
     assert (requests(world), fences(world)) == ([POOL], [])
 
 
 def test_policy_job_replaces_a_bad_node_and_keeps_the_others() -> None:
     world = World(job(recovery=Recovery(policy="job"), spares=0), nodes=9).steady()
-    homes = {replica.id: replica.node for replica in workers(world.state)}
+    homes = {replica.id: replica.node for replica in world.state.workers}
     world.lose_node(N3)
     world.steady()
     assert world.incarnations() == dict.fromkeys(ALL, 2)
-    assert {replica.id: replica.node for replica in workers(world.state)} == homes | {R0: N5}
+    assert {replica.id: replica.node for replica in world.state.workers} == homes | {R0: N5}
     assert [exclude.node for exclude in world.decided(Exclude)] == [N3]
     assert len(requests(world)) == 2
 
@@ -581,7 +580,7 @@ def test_requested_restart_of_a_retired_replica_outlasts_a_full_restart() -> Non
     why = Why(("because",), Rung.FULL_RESTART)
     fences_ = tuple(
         Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
-        for replica in workers(world.state)
+        for replica in world.state.workers
         if replica.is_current
     )
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
@@ -595,7 +594,7 @@ def test_replica_just_retired_is_not_brought_back_by_a_full_restart() -> None:
     why = Why(("because",), Rung.FULL_RESTART)
     everybody = tuple(
         Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
-        for replica in workers(world.state)
+        for replica in world.state.workers
     )
     world.record(ev.Decided(Fence(Incarnation(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
     before = world.state.replica(R0)

@@ -14,7 +14,6 @@ from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
-from rrl.manager.model.queries import workers
 from rrl.manager.model.state import NEVER_APPEARED, Status
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, in_node_groups, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, requests
@@ -249,7 +248,7 @@ def test_replacements_for_unfit_nodes_are_requested_without_them() -> None:
     more = [world.requests[tag] for tag in requests(world)[1:]]
     assert [(ask.count, ask.exclude) for ask in more] == [(2, (N1, N2))]
     assert len(world.decided(Exclude)) == 2  # the breaker permits both exclusions once the run has six nodes
-    assert {world.node_of(r.id) for r in workers(world.state)} == {N3, N4, N5, N6}
+    assert {world.node_of(r.id) for r in world.state.workers} == {N3, N4, N5, N6}
 
 
 def test_probe_failed_on_every_node_ends_the_run_with_its_message() -> None:
