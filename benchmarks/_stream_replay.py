@@ -25,16 +25,9 @@ from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.batches import decode_part
+from rrl.roles.trajectories import batches
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import (
-    Binding,
-    GroupCreated,
-    Record,
-    SegmentsAppended,
-    StepCommitted,
-    decode,
-)
+from rrl.roles.trajectories.durable.records import GroupCreated, Record, SegmentsAppended, StepCommitted, decode
 from rrl.roles.trajectories.durable.records import Part as StoredPart
 from rrl.roles.trajectories.durable.state import State
 from rrl.roles.trajectories.types import Part
@@ -106,7 +99,7 @@ def lengths(run: RunDir, first_step: int) -> Lengths:
                 tokens.update((segment.trajectory, segment.end) for segment in segments)
                 for number in ended:
                     finished.setdefault(kind_of_trajectory[number], []).append(tokens[number])
-            case Binding(step, bound) if step >= first_step:
+            case StoredPart(step, groups=bound) if step >= first_step:
                 trained += [tokens[number] for group in bound for number in groups[group]]
             case _:
                 pass
@@ -168,9 +161,9 @@ def _trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int
     for path in _in_order(logs):
         state = State(_ALL_STEPS, max_new_tokens)
         _apply(state, _records(path))
-        for step in state.bindings:
-            for index in range(len(state.parts_of(step))):
-                part = decode_part(state.part(step, index))
+        for step, stored in state.steps.items():
+            for index in range(len(stored)):
+                part = batches.decode(state.part(step, index))
                 assert parts.setdefault((step, index), part).digest == part.digest, f"{part.number}.{index} changed"
         if state.commitments:
             commit = state.commitments[max(state.commitments)]

@@ -56,7 +56,7 @@ from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trajectories.types import Batch, Part, Trajectory
+from rrl.roles.trajectories.types import Batch, Trajectory
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(
@@ -317,7 +317,7 @@ def learner_of_100_million() -> Learner:
 
 def train_step(learner: Learner, batch: Batch) -> None:
     learner.open(batch.number)
-    learner.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
+    learner.add(batch)
     learner.close()
 
 

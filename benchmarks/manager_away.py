@@ -40,7 +40,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import Binding, GroupCreated, ScoresRecorded, SegmentsAppended, decode
+from rrl.roles.trajectories.durable.records import GroupCreated, Part, ScoresRecorded, SegmentsAppended, decode
 from rrl.tests.support.runs import TestRun, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.tests.support.supervisor import temporary_runs_folder
@@ -188,8 +188,8 @@ def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
                     oldest[piece.trajectory] = min(piece.step, oldest.get(piece.trajectory, piece.step))
             case ScoresRecorded(some):
                 scores |= {score.trajectory: score.reward for score in some}
-            case Binding(number, chosen):
-                bound[number] = chosen
+            case Part(number, groups=chosen):
+                bound[number] = (*bound.get(number, ()), *chosen)
             case _:
                 pass
     steps = [[each for group in bound[number] for each in groups[group]] for number in range(1, STEPS + 1)]

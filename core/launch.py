@@ -133,8 +133,8 @@ INVALID_CONFIG_CODE = 2
 """Exit code of a built-in role that found the job's configuration invalid."""
 
 
-class ExitRecord(Struct, frozen=True):
-    """How a step ended; written once, atomically, by its first process."""
+class ExitRecord(Struct, frozen=True, tag=True):
+    """How a step ended; written once, atomically, by its first process, which then sends it to the manager, too."""
 
     tag: str
     incarnation: Incarnation

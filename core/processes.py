@@ -14,6 +14,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -196,33 +197,22 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
         os.close(fd)
 
 
-def kill_and_wait(victims: Iterable[Process], timeout: float) -> list[Process]:
-    """Kill the processes, wait at most ``timeout`` s for their ends, and return the processes that remain."""
-    fds: dict[int, Process] = {}
-    refused: list[Process] = []
-    poll = select.poll()
+def kill_and_wait(victims: Iterable[Process], timeout: float) -> None:
+    """Kill the processes, and wait at most ``timeout`` s for the ends of those that may be killed."""
+    deadline, poll = time.monotonic() + timeout, select.poll()
+    fds: list[int] = []
     try:
-        for victim in victims:
-            fd = open_pidfd(victim)
-            if fd is None:
-                continue
-            fds[fd] = victim
-            try:
+        fds.extend(fd for victim in victims if (fd := open_pidfd(victim)) is not None)
+        waiting = 0
+        for fd in fds:
+            with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
                 poll.register(fd, select.POLLIN)
-            except ProcessLookupError:
-                os.close(fd)
-                del fds[fd]
-            except PermissionError:
-                refused.append(fds.pop(fd))
-                os.close(fd)
-        deadline = time.monotonic() + timeout
-        while fds and (left := deadline - time.monotonic()) > 0:
+                waiting += 1
+        while waiting and (left := deadline - time.monotonic()) > 0:
             for fd, _ in poll.poll(left * 1000):
                 poll.unregister(fd)
-                os.close(fd)
-                del fds[fd]
-        return [*refused, *fds.values()]
+                waiting -= 1
     finally:
         for fd in fds:
             os.close(fd)

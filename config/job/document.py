@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...core.text import on_one_line
 from ...core.types import UsageError
 from ..toml_positions import Path as KeyPath
-from ..toml_positions import lines_of
+from ..toml_positions import keys_of, lines_of
 from .render import as_value, bare_or_quoted, merged_toml
 
 _MAX_FILE_BYTES = 2**20
@@ -91,7 +91,7 @@ class JobDocument:
         for index, part in enumerate(parts):
             if isinstance(part, Mapping):
                 data = _plain(part, self._sources[index])
-                lines: Mapping[KeyPath, int] = dict.fromkeys(_keys_of(data, ()), 0)
+                lines: Mapping[KeyPath, int] = dict.fromkeys(keys_of(data, ()), 0)
             else:
                 text = _read(part) if isinstance(part, Path) else part.replace("\r\n", "\n")
                 data, lines = _parsed(self._sources[index], text)
@@ -264,14 +264,6 @@ def _toml_value(value: Any, path: KeyPath, shown: str) -> Any:
 
 def _prefix(path: KeyPath) -> str:
     return f"{dotted_key(path)}: " if path else ""
-
-
-def _keys_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield the path of each key and list element of a table."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from _keys_of(inner, (*path, key))
 
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────

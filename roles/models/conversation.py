@@ -57,10 +57,8 @@ class ToolsUnsupported(ValueError):
 class Chat(Protocol):
     """Converts conversations to tokens, and sampled tokens to the content of an answer."""
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
-        ...
+    tokenizer: Tokenizer
+    """The tokenizer of the model."""
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins.

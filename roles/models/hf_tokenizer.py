@@ -52,16 +52,17 @@ class FolderTokenizer:
         config = read_json(folder / TOKENIZER_CONFIG)
         self._special = {name: token for name in _SPECIAL_TOKENS if (token := _token_text(config.get(name)))}
         own_eos = self._id("eos_token")
-        self._stop_tokens = _stop_tokens(folder, own_eos)
-        if not self._stop_tokens:
+        self.stop_tokens = _stop_tokens(folder, own_eos)
+        """Ids that end an answer of the model."""
+        if not self.stop_tokens:
             raise ValueError(
                 f"[model] path: {folder} defines no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
                 " generation_config.json and config.json have no eos_token_id"
             )
-        self._eos = min(self._stop_tokens) if own_eos is None else own_eos
+        self.eos = min(self.stop_tokens) if own_eos is None else own_eos
         pad = self._id("pad_token")
-        self._pad = self._eos if pad is None else pad
-        self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.pad = self.eos if pad is None else pad
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._max_bytes = math.inf
         """Maximum number of bytes of a text."""
         self._chat: Callable[..., str] | None
@@ -88,26 +89,6 @@ class FolderTokenizer:
     def _id(self, name: str) -> int | None:
         token = self._special.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
-
-    @property
-    def size(self) -> int:
-        """Number of token ids. The model may embed more ids, so that the number of embedded ids is round."""
-        return self._size
-
-    @property
-    def eos(self) -> int:
-        """Id of the token that ends a sequence."""
-        return self._eos
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """Ids that end an answer of the model."""
-        return self._stop_tokens
-
-    @property
-    def pad(self) -> int:
-        """Id that fills up shorter sequences of a batch."""
-        return self._pad
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """Encode a prompt, including the tokens that the tokenizer or the chat template adds.
@@ -153,7 +134,7 @@ class FolderTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text up to the end of the sequence, without special tokens and unknown ids."""
-        end = next((index for index, token in enumerate(tokens) if token in self._stop_tokens), len(tokens))
+        end = next((index for index, token in enumerate(tokens) if token in self.stop_tokens), len(tokens))
         text: str = self._tokenizer.decode(list(tokens[:end]), skip_special_tokens=True)
         return text
 

@@ -25,25 +25,14 @@ class UnencodableText(ValueError):
 class Tokenizer(Protocol):
     """Converts text to the token ids that the model embeds, and back."""
 
-    @property
-    def size(self) -> int:
-        """Number of ids, including ids that are not text."""
-        ...
-
-    @property
-    def eos(self) -> int:
-        """Id that ends the answers on which the model is trained in the supervised warm start."""
-        ...
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """Ids that end an answer of the model: ``eos``, and for some chat models further ids."""
-        ...
-
-    @property
-    def pad(self) -> int:
-        """Token id that fills up shorter sequences of a batch."""
-        ...
+    size: int
+    """Number of ids, including ids that are not text."""
+    eos: int
+    """Id that ends the answers on which the model is trained in the supervised warm start."""
+    stop_tokens: frozenset[int]
+    """Ids that end an answer of the model: ``eos``, and for some chat models further ids."""
+    pad: int
+    """Token id that fills up shorter sequences of a batch."""
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """Return a prompt as the tokens that the model expects: with ``[model] chat``, in its chat template.
@@ -109,26 +98,8 @@ class VocabularyTokenizer:
                 )
         self._dropped = str.maketrans("", "", self._ignore)
         self._longest = max(map(len, self._pieces), default=0)
-
-    @property
-    def size(self) -> int:
-        """Number of ids, including padding and end of sequence."""
-        return _SPECIAL + len(self._pieces)
-
-    @property
-    def eos(self) -> int:
-        """Id of the token that ends a sequence."""
-        return EOS
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        """Ids that end an answer of the model."""
-        return frozenset({EOS})
-
-    @property
-    def pad(self) -> int:
-        """Id that fills up shorter sequences of a batch."""
-        return PAD
+        self.size, self.eos, self.pad = _SPECIAL + len(self._pieces), EOS, PAD
+        self.stop_tokens = frozenset({EOS})
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """Encode a prompt like any text, since a model with this tokenizer has no chat template."""

@@ -43,7 +43,7 @@ from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
-from ..trajectories.batches import decode_part, shard_for
+from ..trajectories.batches import decode, shard_for
 from ..trajectories.types import PackedPart, Part
 from ..worker.connection import Stopping
 from . import exchange
@@ -333,7 +333,7 @@ def _next_part(me: rrl.Worker, gang: Gang, number: int, index: int) -> Part | No
     with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):
         if not gang.all(whole is not None if first else not me.stopping.is_set()):
             return None
-        return decode_part(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
+        return decode(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
 
 
 def _send_shards(gang: Gang, whole: PackedPart) -> PackedPart:

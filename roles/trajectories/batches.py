@@ -15,7 +15,7 @@ import msgspec
 
 from ...core.types import Version
 from .durable.records import unpack_tokens
-from .types import Batch, PackedBatch, PackedPart, PackedTrajectory, Part, Trajectory
+from .types import PackedPart, PackedTrajectory, Part, Trajectory
 
 
 class NotLocal(Sequence[Any]):
@@ -51,31 +51,20 @@ class _Versions(Sequence[Version]):
         return tuple(self)[index]
 
 
-def decode(batch: PackedBatch) -> Batch:
-    """Unpack a batch for reading. An unpacked batch takes about 90 bytes of memory per token."""
-    trajectories = _decode_all(batch)
-    return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age, batch.unscored)
-
-
-def decode_part(part: PackedPart) -> Part:
-    """Unpack a part for reading, as :func:`decode` does with a batch."""
-    trajectories = _decode_all(part)
+def decode(part: PackedPart) -> Part:
+    """Unpack a part for reading. An unpacked part takes about 90 bytes of memory per token."""
+    prompts = {group: unpack_tokens(prompt) for group, prompt in zip(part.groups, part.prompts, strict=True)}
     return Part(
         part.number,
-        part.index,
         part.groups,
         part.digest,
-        trajectories,
+        tuple(_decode_trajectory(trajectory, prompts[trajectory.group]) for trajectory in part.trajectories),
+        part.index,
         part.last,
         part.stale,
         part.max_age,
         part.unscored,
     )
-
-
-def _decode_all(packed: PackedBatch | PackedPart) -> tuple[Trajectory, ...]:
-    prompts = {group: unpack_tokens(prompt) for group, prompt in zip(packed.groups, packed.prompts, strict=True)}
-    return tuple(_decode_trajectory(trajectory, prompts[trajectory.group]) for trajectory in packed.trajectories)
 
 
 def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Trajectory:
@@ -91,22 +80,6 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
         reward=packed.reward,
         training=packed.training,
         masked=packed.masked,
-    )
-
-
-def whole_part(batch: PackedBatch) -> PackedPart:
-    """Return a batch as the only part of its step."""
-    return PackedPart(
-        batch.number,
-        0,
-        batch.groups,
-        batch.digest,
-        batch.prompts,
-        batch.trajectories,
-        True,
-        batch.stale,
-        batch.max_age,
-        batch.unscored,
     )
 
 

@@ -41,7 +41,6 @@ from .types import (
     Denied,
     Done,
     FollowVersions,
-    GetBatch,
     GetCommitted,
     GetMetrics,
     GetPart,
@@ -49,7 +48,6 @@ from .types import (
     LeaseScoring,
     LeaseWork,
     NotReady,
-    PartBound,
     PostScores,
     Prompt,
     Scoring,
@@ -77,8 +75,6 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
             return store.lease_scoring(incarnation, at_most, holding)
         case PostScores(incarnation, scores, failed, faulty):
             return store.post_scores(incarnation, scores, failed, faulty)
-        case GetBatch(incarnation, number):
-            return store.batch(incarnation, number)
         case GetPart(incarnation, number, index):
             return store.part(incarnation, number, index)
         case Commit(incarnation, number, manifest, digest, metrics, earlier):
@@ -285,9 +281,9 @@ class Server:
         Each member of a gang requests the batch or part, so it is built and encoded only once per round.
         """
         request: Request = parked.incoming.message
-        if not isinstance(request, GetBatch | GetPart):
+        if not isinstance(request, GetPart):
             return answer(self._store, request, now, parked.until)
-        wanted = request.number, request.index if isinstance(request, GetPart) else None
+        wanted = request.number, request.index
         rejection = self._store.bind(request.incarnation, *wanted)
         if not isinstance(rejection, Denied):
             self._data_requested_at = now
@@ -299,7 +295,7 @@ class Server:
         if self._unbound is not None and request.number >= self._unbound[0]:
             self._unbound = None
         if wanted not in encoded:
-            encoded[wanted] = _encoded(answer(self._store, request))
+            encoded[wanted] = _encoded(answer(self._store, request), whole=request.index is None)
         return encoded[wanted]
 
     def _note_wait(self, now: float) -> None:
@@ -318,9 +314,7 @@ class Server:
         """Log a warning if the trainer waits for a batch while the rollouts wait for newer weights from it."""
         if served:
             self._weights_missing_since = None
-        elif _OUTDATED in answers and any(
-            isinstance(parked.incoming.message, GetBatch | GetPart) for parked in self._parked
-        ):
+        elif _OUTDATED in answers and any(isinstance(parked.incoming.message, GetPart) for parked in self._parked):
             if self._weights_missing_since is None:
                 self._weights_missing_since = now
             elif now - self._weights_missing_since >= WEIGHTS_WARNING_AFTER_S:
@@ -339,7 +333,7 @@ def _precedence(parked: _Parked) -> int:
     match parked.incoming.message:
         case LeaseWork() | LeaseScoring() | LeaseEpisodes() | OpenEpisode():
             return 2
-        case GetBatch() | GetPart():
+        case GetPart():
             return 1
         case _:
             return 0
@@ -357,16 +351,16 @@ def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:
         yield parked
 
 
-def _encoded(batch: Answer) -> msgspec.Raw | Denied:
-    """Encode a batch or part, or deny it if it does not fit into one message."""
-    data = msgspec.msgpack.encode(batch)
+def _encoded(bound: Answer, *, whole: bool) -> msgspec.Raw | Denied:
+    """Encode a part or a ``whole`` batch, or deny it if it does not fit into one message."""
+    data = msgspec.msgpack.encode(bound)
     if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
         return msgspec.Raw(data)
-    name, remedy = ("part", "lower") if isinstance(batch, PartBound) else ("batch", "lower prompts_per_step,")
+    name, remedy = ("batch", "lower prompts_per_step,") if whole else ("part", "lower")
     return Denied(
         f"the {name} has {len(data) >> 20} MiB, but a message has at most"
         f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
-        f"{', or train in parts (stream = true)' if name == 'batch' else ''}"
+        f"{', or train in parts (stream = true)' if whole else ''}"
     )
 
 

@@ -25,7 +25,6 @@ from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
 from .steps.staleness import StalenessLimit
 from .types import (
-    Bound,
     CommittedState,
     Denied,
     Done,
@@ -452,12 +451,8 @@ class Store:
         """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
         return self._check_trainer(incarnation) or self._bindings.metrics(after)
 
-    def batch(self, incarnation: Incarnation, number: int) -> Bound | NotReady | Denied:
-        """Return the batch of step ``number``, which never changes; each member of a gang may request it."""
-        return self.bind(incarnation, number) or Bound(self._state.batch(number))
-
-    def part(self, incarnation: Incarnation, number: int, index: int) -> PartBound | NotReady | Denied:
-        """Return part ``index`` of step ``number``, which never changes; each member of a gang may request it."""
+    def part(self, incarnation: Incarnation, number: int, index: int | None = None) -> PartBound | NotReady | Denied:
+        """Return part ``index`` of step ``number``, or its whole batch; each member of a gang may request it."""
         return self.bind(incarnation, number, index) or PartBound(self._state.part(number, index))
 
     def bind(self, incarnation: Incarnation, number: int, index: int | None = None) -> NotReady | Denied | None:
@@ -470,8 +465,7 @@ class Store:
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
-        latest, bindings = self._state.latest, self._bindings
-        answer = bindings.bind(number) if index is None else bindings.bind_part(number, index)
+        latest, answer = self._state.latest, self._bindings.bind(number, index)
         if self._state.latest != latest and not self._staleness.wait_for_late:
             self._drop_untrainable()
         return answer

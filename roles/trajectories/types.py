@@ -125,26 +125,8 @@ class Trajectory(Struct, frozen=True):
     ``Version(*NOT_SAMPLED)``, and runs of sampled tokens that another sample of the episode trains."""
 
 
-class Batch(Struct, frozen=True):
-    """The complete groups that are bound to training step ``number``.
-
-    A binding never changes; ``digest`` identifies its content.
-    """
-
-    number: int
-    groups: tuple[int, ...]
-    digest: str
-    trajectories: tuple[Trajectory, ...]
-    stale: int = 0
-    """Number of groups that the run had dropped as too old before this batch was bound."""
-    max_age: int = 0
-    """Age, in training steps, of the oldest token of this batch and all earlier ones of the run."""
-    unscored: int = 0
-    """Number of groups that the run had dropped before this batch was bound, because an answer could not be scored."""
-
-
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
-    """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedBatch`.
+    """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedPart`.
 
     ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang ``tokens``, ``logprobs``
     and ``prompt`` are empty if another member trains on the trajectory.
@@ -180,32 +162,19 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
         return tuple(runs)
 
 
-class PackedBatch(Struct, frozen=True, array_like=True):
-    """A :class:`Batch` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""
-
-    number: int
-    groups: tuple[int, ...]
-    digest: str
-    prompts: tuple[bytes, ...]
-    trajectories: tuple[PackedTrajectory, ...]
-    stale: int = 0
-    max_age: int = 0
-    unscored: int = 0
-
-
 class Part(Struct, frozen=True):
-    """Some of the complete groups that are bound to training step ``number``; its parts are numbered from 0.
+    """Some or all of the complete groups that are bound to training step ``number``; its parts are numbered from 0.
 
     A part never changes. ``digest`` identifies its content and all parts before it.
     """
 
     number: int
-    index: int
     groups: tuple[int, ...]
     digest: str
     """Digest of this part and all parts before it. A commit of the step names the digest of the last part."""
     trajectories: tuple[Trajectory, ...]
-    last: bool
+    index: int = 0
+    last: bool = True
     """True for the part that completes the step."""
     stale: int = 0
     """Number of groups that the run had dropped as too old before this part was bound."""
@@ -215,16 +184,20 @@ class Part(Struct, frozen=True):
     """Number of groups that the run had dropped before this part was bound, because an answer could not be scored."""
 
 
+Batch = Part
+"""A whole batch is the only part of its step."""
+
+
 class PackedPart(Struct, frozen=True, array_like=True):
-    """A :class:`Part` in a message, packed as in :class:`PackedBatch`."""
+    """A :class:`Part` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""
 
     number: int
-    index: int
     groups: tuple[int, ...]
     digest: str
     prompts: tuple[bytes, ...]
     trajectories: tuple[PackedTrajectory, ...]
-    last: bool
+    index: int = 0
+    last: bool = True
     stale: int = 0
     max_age: int = 0
     unscored: int = 0
@@ -275,12 +248,6 @@ class Done(Struct, frozen=True, tag=True):
     """Metrics of the earlier steps that a :class:`Commit` names: those of the request, and figures of the store."""
     leased: tuple[Item, ...] = ()
     """For an :class:`Append` with a request for work: the trajectories that were leased."""
-
-
-class Bound(Struct, frozen=True, tag=True):
-    """Answer to :class:`GetBatch`."""
-
-    batch: PackedBatch
 
 
 class PartBound(Struct, frozen=True, tag=True):
@@ -338,9 +305,7 @@ class NewestVersion(Struct, frozen=True, tag=True):
     sources: tuple[Incarnation, ...]
 
 
-Answer = (
-    Leased | Scoring | Done | Bound | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
-)
+Answer = Leased | Scoring | Done | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
 
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -415,28 +380,16 @@ class PostScores(Request[Done], frozen=True, tag=True):
     faulty: tuple[int, ...] = ()
 
 
-class GetBatch(Request[Bound | None], frozen=True, tag=True):
-    """Request of a trainer for the batch of step ``number``.
-
-    Answered with :class:`Bound` if the step is bound or enough groups are complete to bind it, with :class:`NotReady`
-    after ``wait`` seconds, or with :class:`Denied`. If the step has some parts already, the batch begins with their
-    groups.
-    """
-
-    number: int
-    wait: float = 5.0
-
-
 class GetPart(Request[PartBound | None], frozen=True, tag=True):
-    """Request of a trainer for part ``index`` of step ``number``.
+    """Request of a trainer for part ``index`` of step ``number``, or for its whole batch if ``index`` is None.
 
-    Answered with :class:`PartBound` if the part exists or enough groups are complete to make it the step's next part,
-    with :class:`NotReady` after ``wait`` seconds, or with :class:`Denied`. A step that was bound as a whole has one
-    part.
+    Answered with :class:`PartBound` if it is bound, or enough groups are complete to bind it as the next one; with
+    :class:`NotReady` after ``wait`` seconds; or with :class:`Denied`. If the step has some parts already, its whole
+    batch begins with their groups.
     """
 
     number: int
-    index: int
+    index: int | None = None
     wait: float = 5.0
 
 
@@ -496,14 +449,5 @@ class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
 
 
 StepRequest = (
-    LeaseWork
-    | Append
-    | LeaseScoring
-    | PostScores
-    | GetBatch
-    | GetPart
-    | Commit
-    | GetCommitted
-    | GetMetrics
-    | FollowVersions
+    LeaseWork | Append | LeaseScoring | PostScores | GetPart | Commit | GetCommitted | GetMetrics | FollowVersions
 )

@@ -32,7 +32,7 @@ from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, 
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
-from ..trajectories.batches import decode, decode_part
+from ..trajectories.batches import decode
 from ..trajectories.types import A, Batch, GetCommitted, Item, Kind, LeaseScoring, P, PackedPart, Part, Segment
 from .connection import ManagerConnection, Stopping
 from .status.episode_status import EpisodeStatus
@@ -274,7 +274,7 @@ class Worker:
         last step or when a stop is requested.
         """
         for number in range((after or 0) + 1, self.job.steps + 1):
-            packed = self._data.batch(number)
+            packed = self._data.part(number, None)
             if packed is None:
                 return
             batch = decode(packed)
@@ -296,7 +296,7 @@ class Worker:
             packed = self.packed_part(number, index)
             if packed is None:
                 return
-            part = decode_part(packed)
+            part = decode(packed)
             del packed
             yield part
             self.progress(1)

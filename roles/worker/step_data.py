@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
 
 from ...core.run_spec import RunSpec, SamplingSpec
 from ...core.types import is_trainer
-from ..trajectories.batches import whole_part
-from ..trajectories.types import GetBatch, GetCommitted, GetPart, PackedBatch, PackedPart
+from ..trajectories.types import GetCommitted, GetPart, PackedPart
 from .connection import ManagerConnection, Stopping
 from .uncommitted_steps import UncommittedSteps
 
 _WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
-_Data = TypeVar("_Data")
 
 
 class StepData:
@@ -38,19 +35,23 @@ class StepData:
         self.uncommitted = UncommittedSteps(sampling.staleness)
         """The uncommitted steps whose data were returned."""
 
-    def part(self, number: int, index: int) -> PackedPart | None:
+    def part(self, number: int, index: int | None) -> PackedPart | None:
         """Return one part of a step, or None when a stop is requested.
 
-        If ``[sampling] stream`` is false, the whole step is one part.
+        If ``index`` is None or ``[sampling] stream`` is false, the whole batch of the step is one part.
         """
-        if not self._stream:
-            batch = self.batch(number)
-            return None if batch is None else whole_part(batch)
-        bound = self._wait(lambda: self._connection.store.ask(GetPart, number, index, _WAIT_S))
-        if bound is None:
-            return None
-        self.uncommitted.add(bound.part)
-        return bound.part
+        index = index if self._stream else None
+        with self._wait_data():
+            while not self._connection.stopping.is_set():
+                request = self._connection.store.ask(GetPart, number, index, _WAIT_S)
+                try:
+                    bound = self._connection.call_store(request)
+                except Stopping:  # no exception, because the caller may still have to commit finished steps
+                    return None
+                if bound is not None:
+                    self.uncommitted.add(bound.part)
+                    return bound.part
+        return None
 
     def evaluated_at_end(self, job: RunSpec) -> bool:
         """Wait for the stop request that follows the last step's evaluation, and return True after this wait.
@@ -68,23 +69,3 @@ class StepData:
             while not stopping.wait(_WAIT_S):
                 self._connection.probes.answer()
         return True
-
-    def batch(self, number: int) -> PackedBatch | None:
-        """Return the batch of one step, or None when a stop is requested."""
-        bound = self._wait(lambda: self._connection.store.ask(GetBatch, number, _WAIT_S))
-        if bound is None:
-            return None
-        self.uncommitted.add(whole_part(bound.batch))
-        return bound.batch
-
-    def _wait(self, request: Callable[[], Coroutine[Any, Any, _Data | None]]) -> _Data | None:
-        """Repeat a request to the store until it has a result, and return it; None when a stop is requested."""
-        with self._wait_data():
-            while not self._connection.stopping.is_set():
-                try:
-                    result = self._connection.call_store(request())
-                except Stopping:  # no exception, because the caller may still have to commit finished steps
-                    return None
-                if result is not None:
-                    return result
-        return None

@@ -8,25 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from msgspec import Struct
-
 from ..trajectories.types import PackedPart, TrainedStep
 
 
-class UncommittedStep(Struct, frozen=True):
-    """The data of a step's batch that the commit of the step needs."""
-
-    digest: str
-    metrics: dict[str, float]
-    """Metrics computed from the batch: ``reward``, the number of ``parts``, and the ages of the tokens. If groups could
-    not be scored, also their number and share. If the job limits staleness, also number and share of stale groups.
-    """
-
-
 class UncommittedSteps:
-    """The uncommitted steps of which all parts were received, by number.
+    """The uncommitted steps of which all parts were received, by number, with their metrics.
 
-    The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
+    The metrics are computed from the batch: ``reward``, the number of ``parts``, and the ages of the tokens. If groups
+    could not be scored, also their number and share. If the job limits staleness, also number and share of stale
+    groups. The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
 
     Args:
         staleness: ``[sampling] staleness``.
@@ -35,7 +25,7 @@ class UncommittedSteps:
     def __init__(self, staleness: int | None) -> None:
         self._staleness = staleness
         self._begun = _BatchMetrics()
-        self._complete: dict[int, UncommittedStep] = {}
+        self._complete: dict[int, TrainedStep] = {}
 
     def add(self, part: PackedPart) -> None:
         """Add a received part. Part 0 begins its step anew: earlier parts of an incomplete step are dropped."""
@@ -43,9 +33,10 @@ class UncommittedSteps:
             self._begun = _BatchMetrics()
         self._begun.add(part)
         if part.last:
-            self._complete[part.number] = UncommittedStep(part.digest, self._begun.of_step(part, self._staleness))
+            metrics = self._begun.of_step(part, self._staleness)
+            self._complete[part.number] = TrainedStep(part.number, part.digest, metrics)
 
-    def get(self, number: int) -> UncommittedStep:
+    def get(self, number: int) -> TrainedStep:
         """Return the uncommitted step ``number``.
 
         Raises:
@@ -66,16 +57,15 @@ class UncommittedSteps:
             ValueError: The step is committed, or not all of its parts were received.
         """
         step = self.get(number)
-        self._complete[number] = UncommittedStep(step.digest, {**step.metrics, **metrics})
+        self._complete[number] = TrainedStep(number, step.digest, {**step.metrics, **metrics})
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:
         """Return the uncommitted steps before step ``number``, in order."""
-        steps = sorted((step, one) for step, one in list(self._complete.items()) if step < number)
-        return tuple(TrainedStep(step, one.digest, one.metrics) for step, one in steps)
+        return tuple(one for step, one in sorted(self._complete.items()) if step < number)
 
     def restore(self, steps: Iterable[TrainedStep]) -> None:
         """Add steps that an earlier incarnation has trained, and whose state this incarnation continues from."""
-        self._complete.update({one.number: UncommittedStep(one.digest, one.metrics) for one in steps})
+        self._complete.update((one.number, one) for one in steps)
 
     def remove_through(self, number: int) -> None:
         """Remove the steps up to ``number``, which is committed."""

@@ -17,7 +17,7 @@ import pytest
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.tests.support.plain_user import PlainUser, popen_as
 from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, with_light_task, write_job
-from rrl.tests.support.security.sockets import Bound, bound_by
+from rrl.tests.support.security.sockets import PartBound, bound_by
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
@@ -91,12 +91,12 @@ def test_sockets_of_each_kind_are_found_with_the_address_that_they_are_bound_to(
         named.listen()
         mine = set(bound_by([os.getpid()]))
         pid = os.getpid()
-        everywhere_found = Bound(pid, "tcp", "0.0.0.0", everywhere.getsockname()[1])
+        everywhere_found = PartBound(pid, "tcp", "0.0.0.0", everywhere.getsockname()[1])
         assert {
-            Bound(pid, "tcp", "127.0.0.1", loopback.getsockname()[1]),
+            PartBound(pid, "tcp", "127.0.0.1", loopback.getsockname()[1]),
             everywhere_found,
-            Bound(pid, "tcp", "::1", six.getsockname()[1]),
-            Bound(pid, "udp", "127.0.0.1", datagrams.getsockname()[1]),
-            Bound(pid, "unix", f"@rrl-test-{pid}"),
+            PartBound(pid, "tcp", "::1", six.getsockname()[1]),
+            PartBound(pid, "udp", "127.0.0.1", datagrams.getsockname()[1]),
+            PartBound(pid, "unix", f"@rrl-test-{pid}"),
         } <= mine
         assert not everywhere_found.stays_on_this_machine

@@ -40,9 +40,6 @@ class Connection(Protocol):
     After :meth:`abort` every pending and later operation fails, and no buffer is accessed.
     """
 
-    async def open(self) -> None:
-        """Negotiate with the other end. Both ends must call this method before they send or receive data."""
-
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
 
@@ -96,7 +93,7 @@ async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) 
     MAC.
 
     Args:
-        connection: A connection that is not open yet.
+        connection: A connection on which nothing was sent yet.
         secret: The shared secret.
         dialled: True at the end that dialled, False at the end that listened.
 
@@ -105,7 +102,6 @@ async def authenticate(connection: Connection, secret: bytes, *, dialled: bool) 
             connection is aborted.
     """
     with deadline(connection, HANDSHAKE_TIMEOUT_S):
-        await connection.open()
         own_nonce = os.urandom(_NONCE_BYTES)
         if dialled:
             await connection.send(own_nonce)

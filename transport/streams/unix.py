@@ -45,9 +45,6 @@ class UnixConnection:
         self.pid = peer_credentials(connected)[0]
         """Pid of the process at the other end; 0 if it is outside of this process's pid namespace."""
 
-    async def open(self) -> None:
-        """Do nothing: this transport needs no negotiation."""
-
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
         await self._run(asyncio.get_running_loop().sock_sendall(self._socket, data))

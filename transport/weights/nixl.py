@@ -116,9 +116,6 @@ class _NixlConnection:
         """Bytes that the peer sent while this end waited for a slot."""
         self._remote: Remote | None = None
 
-    async def open(self) -> None:
-        """Do nothing: no negotiation is needed before the handshake."""
-
     @property
     def broken(self) -> bool:
         """Return whether the connection was aborted or has failed."""

@@ -52,9 +52,6 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._full = False
 
     # ── Connection ─────────────────────────────────────────────────────────────────────────────────────────────────
-    async def open(self) -> None:
-        """Do nothing: this transport needs no negotiation."""
-
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
         view = memoryview(data)

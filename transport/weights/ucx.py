@@ -158,9 +158,6 @@ class _UcxConnection:
         self._pending_operations = 0
         self._tcp_watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
-    async def open(self) -> None:
-        """Do nothing: both ends have negotiated before this object was made."""
-
     async def send(self, data: bytes | memoryview) -> None:
         """Send all of ``data``."""
         from ucxx._lib.arr import Array

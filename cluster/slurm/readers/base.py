@@ -21,7 +21,7 @@ class NotPermitted(Refused):
     """Slurm does not permit this user to change nodes, so it would also refuse any other change of a node."""
 
 
-class SlurmConfig(Struct, frozen=True):
+class SlurmConfig(Struct, frozen=True, tag=True):
     """The settings of slurmctld that rrl needs."""
 
     version: str

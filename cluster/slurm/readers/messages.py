@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ....core.types import NodeName
+from ..parsing import Job, NodeInfo, StepLine
+from .base import SlurmConfig
+
 
 class ReadJobs(Struct, frozen=True, tag=True):
     """A request for the jobs of the user who runs the process."""
@@ -16,7 +20,7 @@ class ReadSteps(Struct, frozen=True, tag=True):
 class ReadNodes(Struct, frozen=True, tag=True):
     """A request for the nodes of these names; for all nodes if ``names`` is None."""
 
-    names: tuple[str, ...] | None
+    names: tuple[NodeName, ...] | None
 
 
 class ReadConfig(Struct, frozen=True, tag=True):
@@ -46,75 +50,24 @@ class Ready(Struct, frozen=True, tag=True):
     """Version of pyslurm; its first two numbers are the release of Slurm that it was built for."""
 
 
-class JobRow(Struct, frozen=True):
-    """A job, or a component of a heterogeneous job; texts are Slurm's own, times are in seconds."""
-
-    id: int
-    state: str
-    nodes: str
-    """Host list in Slurm's folded notation; empty if the job has no nodes."""
-    name: str
-    reason: str
-    comment: str
-    leader: int
-    """Id of the heterogeneous job; 0 if the job is not heterogeneous."""
-    offset: int
-    """Index of the component in the heterogeneous job."""
-    limit_s: float | None
-    """Time limit; None if unlimited."""
-    run_s: float
-    """Seconds for which the job has run; suspensions do not count."""
-    start: float | None
-    """Start (s since 1970); None if unknown."""
-    end: float | None
-    """End, or expected end (s since 1970); None if unknown."""
-
-
 class JobRows(Struct, frozen=True, tag=True):
     """The jobs of this user."""
 
-    rows: tuple[JobRow, ...]
+    rows: tuple[Job, ...]
     queue_length: int
     """Number of jobs of all users, which pyslurm had to read."""
-
-
-class StepRow(Struct, frozen=True):
-    """A numbered step of a job."""
-
-    job: int
-    number: int
-    nodes: str
-    name: str
 
 
 class StepRows(Struct, frozen=True, tag=True):
     """The numbered steps of this user."""
 
-    rows: tuple[StepRow, ...]
-
-
-class NodeRow(Struct, frozen=True):
-    """A node."""
-
-    name: str
-    state: str
-    """State with its flags, for example ``IDLE+DRAIN``."""
-    reason: str
-    reason_by: str
-    """User who recorded the reason, and the time: ``root@2026-11-26T10:00:00``, in local time; empty if unknown."""
+    rows: tuple[StepLine, ...]
 
 
 class NodeRows(Struct, frozen=True, tag=True):
-    """The requested nodes that exist."""
+    """The requested nodes that exist, by name."""
 
-    rows: tuple[NodeRow, ...]
-
-
-class ConfigRow(Struct, frozen=True, tag=True):
-    """The settings of slurmctld."""
-
-    version: str
-    inactive_limit_s: int
+    rows: dict[NodeName, NodeInfo]
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -131,4 +84,4 @@ class Failed(Struct, frozen=True, tag=True):
     """Text of the error for people; decisions use ``number``."""
 
 
-Reply = Ready | JobRows | StepRows | NodeRows | ConfigRow | Done | Failed
+Reply = Ready | JobRows | StepRows | NodeRows | SlurmConfig | Done | Failed

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from ..parsing import Unreadable
 from .messages import DrainNode, Failed, ReadConfig, ReadJobs, ReadNodes, ReadSteps, Ready, Reply, Request, UndrainNode
 from .pyslurm_objects import PyslurmObjects
 
@@ -47,6 +48,8 @@ def _answer(objects: PyslurmObjects, request: Request) -> Reply:
                 return objects.drain(name, reason)
             case UndrainNode(name):
                 return objects.undrain(name)
+    except Unreadable:  # ends this process: another reader may understand what Slurm says
+        raise
     except Exception as error:  # the manager derives from the error number whether the outcome is known
         return objects.failed(error)
     return Failed(0, f"{type(request).__name__} is not a request")

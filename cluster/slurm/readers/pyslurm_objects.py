@@ -18,7 +18,10 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any
 
-from .messages import ConfigRow, Done, Failed, JobRow, JobRows, NodeRow, NodeRows, StepRow, StepRows
+from ....core.types import NodeName
+from ..parsing import Job, JobTimes, NodeInfo, StepLine, expand, job
+from .base import SlurmConfig
+from .messages import Done, Failed, JobRows, NodeRows, StepRows
 
 MAX_SINGLE_NODES = 8
 """Largest number of nodes that are read one by one, with two requests to slurmctld each. If more are needed, all nodes
@@ -47,29 +50,26 @@ class PyslurmObjects:
     def jobs(self) -> JobRows:
         """Return the jobs of this user. pyslurm reads the jobs of all users, so the other jobs are left out here."""
         jobs = list(self._jobs.load().values())
-        return JobRows(tuple(_job(job) for job in jobs if job.user_id == self._user), len(jobs))
+        return JobRows(tuple(_job(one) for one in jobs if one.user_id == self._user), len(jobs))
 
     def steps(self) -> StepRows:
         """Return the numbered steps of this user. pyslurm reads the steps of all users, so others are left out here."""
         return StepRows(
             tuple(
-                StepRow(job, step.id, ",".join(step.allocated_nodes or ()), _text(step, "name"))
-                for job, steps in self._steps.load_all().items()
+                StepLine(f"{job_id}.{step.id}", expand(",".join(step.allocated_nodes or ())), _text(step, "name"))
+                for job_id, steps in self._steps.load_all().items()
                 for step in steps.values()
                 if isinstance(step.id, int) and step.user_id == self._user
             )
         )
 
-    def nodes(self, names: Sequence[str] | None) -> NodeRows:
+    def nodes(self, names: Sequence[NodeName] | None) -> NodeRows:
         """Return the nodes of these names that exist, or all nodes."""
         if names is not None and len(names) <= MAX_SINGLE_NODES:
-            return NodeRows(tuple(_node(node) for node in self._single_nodes(names)))
+            return NodeRows({node.name: _node(node) for node in self._single_nodes(names)})
         wanted = None if names is None else set(names)
-        return NodeRows(
-            tuple(
-                _node(node) for node in self._nodes.load().values() if node.name and (not wanted or node.name in wanted)
-            )
-        )
+        found = (node for node in self._nodes.load().values() if node.name and (not wanted or node.name in wanted))
+        return NodeRows({node.name: _node(node) for node in found})
 
     def _single_nodes(self, names: Sequence[str]) -> Iterator[Any]:
         for name in names:
@@ -79,10 +79,10 @@ class PyslurmObjects:
                 if error.errno not in (OWN_ERROR, INVALID_NODE_NAME):
                     raise
 
-    def config(self) -> ConfigRow:
+    def config(self) -> SlurmConfig:
         """Return the settings of slurmctld."""
         values = self._pyslurm.config().get()
-        return ConfigRow(str(values["version"]), int(values["inactive_limit"]))
+        return SlurmConfig(str(values["version"]), int(values["inactive_limit"]))
 
     def drain(self, name: str, reason: str) -> Done:
         """Drain a node."""
@@ -100,28 +100,21 @@ class PyslurmObjects:
         return Failed(number if isinstance(number, int) else 0, f"{error}" or type(error).__name__)
 
 
-def _job(job: Any) -> JobRow:
-    limit_min = job.time_limit
-    return JobRow(
-        job.id,
-        job.state,
-        _text(job, "allocated_nodes"),
-        _text(job, "name"),
-        _text(job, "state_reason"),
-        _text(job, "comment"),
-        job.heterogeneous_id or 0,
-        job.heterogeneous_offset or 0,
-        None if limit_min is None else limit_min * 60.0,
-        job.run_time or 0.0,
-        job.start_time,
-        job.end_time,
-    )
+def _job(one: Any) -> Job:
+    times, limit_min = None, one.time_limit
+    if limit_min is not None and one.start_time is not None and one.end_time is not None:
+        limit_s = limit_min * 60.0
+        times = JobTimes(limit_s - (one.run_time or 0.0), limit_s, one.start_time, one.end_time)
+    leader = one.heterogeneous_id or 0
+    component = (str(leader), one.heterogeneous_offset or 0) if leader else ("", 0)
+    nodes, name, reason = (_text(one, key) for key in ("allocated_nodes", "name", "state_reason"))
+    return job(str(one.id), one.state, nodes, name, reason, _text(one, "comment"), component, times)
 
 
-def _node(node: Any) -> NodeRow:
+def _node(node: Any) -> NodeInfo:
     reason, at = _text(node, "reason"), node.reason_time
     by = f"{_user_name(node)}@{datetime.fromtimestamp(at).isoformat()}" if reason and at else ""
-    return NodeRow(node.name, _state(node), reason, by)
+    return NodeInfo(_state(node), reason, by)
 
 
 def _state(node: Any) -> str:

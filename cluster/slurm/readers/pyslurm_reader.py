@@ -6,7 +6,7 @@ killed, and the outcome of the request is unknown. The next request starts a new
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -16,15 +16,12 @@ from ...base import NodeStatus, Refused, Unanswered
 from .. import parsing as text
 from ..commands import SlurmLimits
 from .base import NotPermitted, SlurmConfig
-from .child_process import ChildFailed, PyslurmChild
+from .child_process import PyslurmChild
 from .messages import (
-    ConfigRow,
     Done,
     DrainNode,
     Failed,
-    JobRow,
     JobRows,
-    NodeRow,
     NodeRows,
     ReadConfig,
     ReadJobs,
@@ -45,7 +42,6 @@ UNSETTLED = frozenset({2027, 2090, 2131})
 ESLURM_IN_STANDBY_USE_BACKUP. Another slurmctld that has taken over may carry out the request."""
 
 T = TypeVar("T", bound=Struct)
-V = TypeVar("V")
 
 
 class PyslurmReader:
@@ -60,33 +56,28 @@ class PyslurmReader:
         """Return all jobs of this user that slurmctld still knows."""
         found = await self._read(ReadJobs(), JobRows)
         self.queue_length = found.queue_length
-        return self._readable(lambda: [_job(row) for row in found.rows])
+        return list(found.rows)
 
     async def steps(self) -> list[text.StepLine]:
         """Return the numbered steps of this user's jobs."""
-        found = await self._read(ReadSteps(), StepRows)
-        return self._readable(
-            lambda: [text.StepLine(f"{row.job}.{row.number}", text.expand(row.nodes), row.name) for row in found.rows]
-        )
+        return list((await self._read(ReadSteps(), StepRows)).rows)
 
     async def nodes(self, names: Sequence[NodeName] | None) -> dict[NodeName, NodeStatus]:
         """Return the states of these nodes, or of all nodes."""
         found = await self._read(ReadNodes(None if names is None else tuple(names)), NodeRows)
-        statuses = {NodeName(row.name): text.node_status(row.state, row.reason) for row in found.rows}
+        statuses = {name: text.node_status(node.state, node.reason) for name, node in found.rows.items()}
         return statuses | {name: text.UNKNOWN_NODE for name in names or () if name not in statuses}
 
     async def node(self, name: NodeName) -> text.NodeInfo:
         """Return the administrative state of a node."""
         found = await self._read(ReadNodes((name,)), NodeRows)
-        row: NodeRow | None = next((row for row in found.rows if row.name == name), None)
-        if row is None:
+        if name not in found.rows:
             raise Refused(f"{name} is not known to Slurm")
-        return text.NodeInfo(row.state, row.reason, row.reason_by)
+        return found.rows[name]
 
     async def config(self) -> SlurmConfig:
         """Return the settings of slurmctld."""
-        found = await self._read(ReadConfig(), ConfigRow)
-        return SlurmConfig(found.version, found.inactive_limit_s)
+        return await self._read(ReadConfig(), SlurmConfig)
 
     async def drain(self, name: NodeName, reason: str) -> None:
         """Drain a node."""
@@ -99,13 +90,6 @@ class PyslurmReader:
     async def close(self) -> None:
         """End the child process."""
         await self._child.close()
-
-    @staticmethod
-    def _readable(convert: Callable[[], V]) -> V:
-        try:
-            return convert()
-        except text.Unreadable as error:
-            raise ChildFailed(f"pyslurm: {error}") from error
 
     async def _read(self, request: Request, reply_type: type[T]) -> T:
         return await self._ask(request, reply_type, self._limits.read_timeout_s)
@@ -124,11 +108,3 @@ def error_of(failed: Failed) -> Refused | Unanswered:
     if failed.number in SLURMCTLD_ERRORS and failed.number not in UNSETTLED:
         return Refused(f"slurmctld: {failed.text}")
     return Unanswered(f"pyslurm: {failed.text} (error {failed.number})")
-
-
-def _job(row: JobRow) -> text.Job:
-    times = None
-    if row.limit_s is not None and row.start is not None and row.end is not None:
-        times = text.JobTimes(row.limit_s - row.run_s, row.limit_s, row.start, row.end)
-    component = (str(row.leader), row.offset) if row.leader else ("", 0)
-    return text.job(str(row.id), row.state, row.nodes, row.name, row.reason, row.comment, component, times)

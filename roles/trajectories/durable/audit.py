@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from msgspec import Struct
 
 from .records import (
-    Binding,
-    BindingRetired,
     DropCause,
     EpisodeFinished,
     GroupCreated,
@@ -21,6 +18,7 @@ from .records import (
     Head,
     PackedSegment,
     Part,
+    PartRetired,
     Record,
     SegmentsAppended,
     StepCommitted,
@@ -32,8 +30,7 @@ from .records import (
 class Audit(Struct, frozen=True):
     """The number of trajectories for each fate: trained, dropped or still open.
 
-    The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps. In
-    addition, a step that was bound in parts must have exactly the groups of its parts.
+    The store is consistent if ``made == trained + sum(dropped.values()) + open`` and no group is in two steps.
     """
 
     made: int
@@ -52,10 +49,9 @@ class Audit(Struct, frozen=True):
     max_age: int = 0
     """Age, in training steps, of the oldest token in committed steps."""
     parts: dict[int, tuple[tuple[int, ...], ...]] = {}
-    """Groups of each part of every step that was ever bound in parts, by step. The newest step may lack groups."""
+    """Groups of each part of every step that was ever bound, by step. The newest step may lack groups."""
     ages: dict[int, int] = {}
-    """Number of tokens in committed steps by their age in training steps. The tokens of a step are not included if an
-    older version of rrl has deleted them without counting them."""
+    """Number of tokens in committed steps by their age in training steps."""
     episodes: dict[str, float] = {}
     """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them. Empty
     in a job without agents, and in an audit that was computed from the records alone."""
@@ -65,12 +61,9 @@ def audit(records: Iterable[Record]) -> Audit:
     """Compute the audit from the records of a log."""
     made = committed = stale = 0
     sizes: dict[int, int] = {}
-    steps: dict[int, tuple[int, ...]] = {}
-    parts: dict[int, tuple[tuple[int, ...], ...]] = {}
+    bound: dict[int, list[Part | PartRetired]] = {}
     tokens = _TokenCounts()
-    ages: dict[int, Mapping[int, int]] = {}
-    max_ages: dict[int, int] = {}
-    in_step: Counter[int] = Counter()
+    ages: dict[tuple[int, int], Mapping[int, int]] = {}
     dropped: Counter[str] = Counter()
     for record in records:
         match record:
@@ -89,15 +82,11 @@ def audit(records: Iterable[Record]) -> Audit:
             case EpisodeFinished(episode, _, turns, unused=unused):
                 tokens.finish_episode(episode, [turn for turn in turns if turn not in unused])
             case Part(number, index, groups):
-                parts[number] = (*parts.get(number, ())[:index], groups)
-            case Binding(number, groups, trajectories):
-                steps[number], in_step[number] = groups, trajectories
-                ages[number], max_ages[number] = tokens.ages(number, groups), record.max_age
-            case BindingRetired(number, groups, trajectories, recorded_ages, part_sizes):
-                steps[number], in_step[number], ages[number] = groups, trajectories, recorded_ages
-                if part_sizes:
-                    left = iter(groups)
-                    parts[number] = tuple(tuple(islice(left, size)) for size in part_sizes)
+                bound[number] = [*bound.get(number, [])[:index], record]
+                ages[number, index] = tokens.ages(number, groups)
+            case PartRetired(number, index):
+                bound.setdefault(number, []).append(record)
+                ages[number, index] = record.ages
                 committed = max(committed, number)
             case StepCommitted(number):
                 committed = max(committed, number)
@@ -105,22 +94,20 @@ def audit(records: Iterable[Record]) -> Audit:
                 sizes.pop(group, None)
                 dropped[reason] += trajectories
                 stale += trajectories if cause is DropCause.STALE else 0
-                for number in [n for n in steps if n > committed and group in steps[n]]:
-                    del steps[number]
-                for number in [n for n in parts if n > committed and any(group in part for part in parts[n])]:
-                    del parts[number]
+                for number in [n for n in bound if n > committed and any(group in part.groups for part in bound[n])]:
+                    del bound[number]
             case _:
                 pass
-    for number, groups in steps.items():
-        if number <= committed:
-            for group in groups:
-                sizes.pop(group, None)
-    trained = sum(count for number, count in in_step.items() if number <= committed)
-    trained_ages: Counter[int] = Counter()
-    for number, counts in ages.items():
-        if number <= committed:
-            trained_ages.update(counts)
-    max_age = max([*trained_ages, *(age for number, age in max_ages.items() if number <= committed)], default=0)
+    trained, trained_ages, max_age = 0, Counter[int](), 0
+    for part in (part for number, parts in bound.items() if number <= committed for part in parts):
+        trained += part.trajectories
+        trained_ages.update(ages[part.number, part.index])
+        max_age = max(max_age, part.max_age if isinstance(part, Part) else 0)
+        for group in part.groups:
+            sizes.pop(group, None)
+    complete = [
+        number for number, parts in bound.items() if isinstance(parts[-1], PartRetired) or not parts[-1].lacking
+    ]
     return Audit(
         made,
         trained,
@@ -128,9 +115,9 @@ def audit(records: Iterable[Record]) -> Audit:
         stale,
         sum(sizes.values()),
         committed,
-        steps,
-        max_age,
-        parts,
+        {number: tuple(group for part in bound[number] for group in part.groups) for number in complete},
+        max([max_age, *trained_ages]),
+        {number: tuple(part.groups for part in parts) for number, parts in bound.items()},
         dict(sorted(trained_ages.items())),
     )
 

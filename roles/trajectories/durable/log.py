@@ -27,7 +27,7 @@ import msgspec
 
 from ....core.run_dir import sync
 from .audit import Audit, audit
-from .records import Binding, BindingRetired, GroupDropped, LogFormatError, Part, Record, StepCommitted, decode, encode
+from .records import GroupDropped, LogFormatError, Part, PartRetired, Record, StepCommitted, decode, encode
 from .state import State
 
 T = TypeVar("T")
@@ -302,15 +302,12 @@ class DurableState:
         self._rewritten = self._log.size
 
     def _history(self, past: Iterable[Record]) -> Iterator[Record]:
-        parts: dict[int, tuple[int, ...]] = {}
         for record in past:
             match record:
-                case BindingRetired() | GroupDropped():
+                case PartRetired() | GroupDropped():
                     yield record
-                case Part(number, index, groups):
-                    parts[number] = (*parts.get(number, ())[:index], len(groups))
-                case Binding(number, groups, trajectories) if number <= self.state.committed - _RETAINED_STEPS:
-                    yield BindingRetired(number, groups, trajectories, record.ages, parts.get(number, ()))
+                case Part(number, index, groups, trajectories) if number <= self.state.committed - _RETAINED_STEPS:
+                    yield PartRetired(number, index, groups, trajectories, record.ages)
 
     def audit(self) -> Audit:
         """Compute the audit from the durable records, with the state's counts of episodes."""

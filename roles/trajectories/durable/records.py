@@ -1,8 +1,7 @@
 """Record types of the trajectory store's log.
 
 A log is read completely or not at all: a record of an unknown kind is an error. Tokens are packed as int32 and
-log-probabilities as float32, which takes 8 bytes per token in memory and on disk. A field that older versions of rrl
-did not write has a default, so that their logs are still read.
+log-probabilities as float32, which takes 8 bytes per token in memory and on disk.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
 from ..types import Sampling, Score, Segment
 
-FORMAT = 2
-"""Format number of the log. Format 2 renamed the record tags; a log of any other format is refused."""
+FORMAT = 3
+"""Format number of the log. In format 3 a step that is bound as a whole has one part; a log of any other format is
+refused."""
 
 
 FIRST_TURN = 2**40
@@ -114,7 +114,7 @@ class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
 
 
 class Part(Struct, frozen=True, tag="part", array_like=True):
-    """The choice of some groups of step ``number``, which never changes; parts are numbered from 0 by ``index``.
+    """The choice of some or all groups of step ``number``, which never changes; ``index`` numbers the parts from 0.
 
     ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content and the digest of the
     previous part.
@@ -126,7 +126,7 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     trajectories: int
     digest: str
     lacking: int
-    """Number of groups that the step lacks after this part; 0 for its last part, which a :class:`Binding` follows."""
+    """Number of groups that the step lacks after this part; 0 for its last part, which binds the step."""
     stale: int
     """Number of groups that the run had dropped as stale before this part."""
     max_age: int
@@ -137,37 +137,15 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     """Number of groups that the run had dropped before this part, because an answer could not be scored."""
 
 
-class Binding(Struct, frozen=True, tag="binding", array_like=True):
-    """The choice of the groups that step ``number`` trains, which never changes.
-
-    ``trajectories`` is how many trajectories the groups have. ``digest`` covers their content; if the step was bound in
-    parts, it is the digest of the last part.
-    """
+class PartRetired(Struct, frozen=True, tag="part_retired", array_like=True):
+    """A part whose token data was deleted after later commits. It is kept for the audit."""
 
     number: int
+    index: int
     groups: tuple[int, ...]
     trajectories: int
-    digest: str
-    stale: int = 0
-    """Number of groups that the run had dropped as stale before this binding."""
-    max_age: int = 0
-    """Age, in training steps, of the oldest token of this binding and all earlier ones of the run."""
-    ages: dict[int, int] = {}
-    """Number of tokens of the step by their age in training steps; empty in the log of an older version of rrl."""
-    unscored: int = 0
-    """Number of groups that the run had dropped before this binding, because an answer could not be scored."""
-
-
-class BindingRetired(Struct, frozen=True, tag="binding_retired", array_like=True):
-    """A binding (the groups of a step) whose token data was deleted after later commits. It is kept for the audit."""
-
-    number: int
-    groups: tuple[int, ...]
-    trajectories: int
-    ages: dict[int, int] = {}
-    """Number of tokens of the step by their age in training steps; empty in the log of an older version of rrl."""
-    parts: tuple[int, ...] = ()
-    """Number of groups of each part; empty if the step was bound as a whole."""
+    ages: dict[int, int]
+    """Number of tokens of the part by their age in training steps."""
 
 
 class StepCommitted(Struct, frozen=True, tag="step_committed", array_like=True):
@@ -394,8 +372,7 @@ Record = (
     | ScoresRecorded
     | GroupDropped
     | Part
-    | Binding
-    | BindingRetired
+    | PartRetired
     | Metrics
     | StepCommitted
     | Fence

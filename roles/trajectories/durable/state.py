@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ....core.types import Incarnation, ReplicaId
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
-from ..types import PackedBatch, PackedPart, PackedTrajectory, Score
+from ..types import PackedPart, Score
 from .episode_records import EpisodeRecord, EpisodeRecords, records_of
 from .evaluation_state import EvaluationState
 from .groups import EpisodeState, Group, TrajectoryState
@@ -17,8 +17,6 @@ from .records import (
     FIRST_TURN,
     FORMAT,
     AnswersCounted,
-    Binding,
-    BindingRetired,
     CallBlamed,
     DropCause,
     EpisodeFinished,
@@ -37,6 +35,7 @@ from .records import (
     Metrics,
     PackedSegment,
     Part,
+    PartRetired,
     Record,
     ScoresRecorded,
     SegmentsAppended,
@@ -91,10 +90,9 @@ class State:
         """The answers that rollouts extend, by number: the trajectories or, in a job with agents, the turns."""
         self.episode_records = EpisodeRecords(self.answers)
         self.evaluations = EvaluationState()
-        self.bindings: dict[int, Binding] = {}
-        self.parts: dict[int, list[Part]] = {}
-        """Parts of the steps that were bound in parts, by step. A step that has parts and no binding still lacks
-        groups."""
+        self.steps: dict[int, list[Part]] = {}
+        """The parts of each step whose token data is kept. The last part of a step that is bound completely lacks no
+        group."""
         self.commitments: dict[int, StepCommitted] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         """Metrics of the newest steps, by step."""
@@ -122,13 +120,13 @@ class State:
             case GroupCreated():
                 self._create_group(record)
             case Part(number, groups=groups):
-                self.parts.setdefault(number, []).append(record)
-                self._mark_bound(number, groups)
-            case Binding(number, groups):
-                self.bindings[number] = record
-                self._mark_bound(number, groups)
-                tokens = sum(map(trained_tokens, self._trajectories_of(groups)))
-                self._count(trained=record.trajectories, trained_tokens=tokens)
+                self.steps.setdefault(number, []).append(record)
+                for group in groups:
+                    self.unbound -= self.groups[group].bound is None
+                    self.groups[group].bound = number
+                if not record.lacking:
+                    tracks = self._trajectories_of(self.groups_of(number))
+                    self._count(trained=len(tracks), trained_tokens=sum(map(trained_tokens, tracks)))
             case Metrics(number, metrics):
                 self.metrics[number] = metrics
                 self.metrics.pop(number - METRICS_RETAINED_STEPS, None)
@@ -146,9 +144,7 @@ class State:
                         running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
                     self._observe_lengths(self.groups[group], cut=True)
-                    number = self.groups[group].bound or 0
-                    self.bindings.pop(number, None)
-                    self.parts.pop(number, None)
+                    self.steps.pop(self.groups[group].bound or 0, None)
                     self._forget(group, dropped=True)
             case Fence(replica, oldest_allowed):
                 self.fences[replica] = oldest_allowed
@@ -172,7 +168,7 @@ class State:
                 self.next_turn = number
             case EvaluationStarted() | EvaluationAppended() | EvaluationScored() | EvaluationFinished():
                 self.evaluations.apply(record)
-            case BindingRetired():
+            case PartRetired():
                 pass
             case Head(format, groups, trajectories):
                 if format != FORMAT:
@@ -194,8 +190,9 @@ class State:
     def figures(self, number: int) -> dict[str, float]:
         """Return the figures of the run up to the bound step ``number``, by name, for people (docs/stream.md)."""
         aged = Counter[int]()
-        for age, tokens in self.bindings[number].ages.items():
-            aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
+        for part in self.steps[number]:
+            for age, tokens in part.ages.items():
+                aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
         figures = {f"{TOKENS_AGED}{age}": float(tokens) for age, tokens in sorted(aged.items())}
         counted = self._counted
         if counted.trained and counted.ended_tokens:
@@ -280,15 +277,10 @@ class State:
             self.lengths.observe(unpack_tokens(group.created.prompt), answers)
 
     def _retire(self, number: int) -> None:
-        for old in [n for n in self.bindings if n <= number]:
-            for group in self.bindings.pop(old).groups:
+        for old in [n for n in self.steps if n <= number]:
+            for group in self.groups_of(old):
                 self._forget(group, dropped=False)
-            self.parts.pop(old, None)
-
-    def _mark_bound(self, number: int, groups: Iterable[int]) -> None:
-        for group in groups:
-            self.unbound -= self.groups[group].bound is None
-            self.groups[group].bound = number
+            del self.steps[old]
 
     def _forget(self, number: int, *, dropped: bool) -> None:
         group = self.groups.pop(number)
@@ -314,12 +306,22 @@ class State:
     @property
     def latest(self) -> int:
         """Newest step that is bound completely, or the newest committed step if no step is bound."""
-        return max(self.bindings, default=self.committed)
+        newest = max(self.steps, default=0)
+        return newest if self.is_bound(newest) else max(newest - 1, self.committed)
+
+    def is_bound(self, number: int) -> bool:
+        """Return whether a step, whose token data is kept, is bound completely."""
+        return number in self.steps and not self.steps[number][-1].lacking
+
+    def groups_of(self, number: int, index: int | None = None) -> tuple[int, ...]:
+        """Return the groups of a part, or of all parts of the step if ``index`` is None."""
+        parts = self.steps[number] if index is None else [self.steps[number][index]]
+        return tuple(group for part in parts for group in part.groups)
 
     @property
     def open_parts(self) -> Sequence[Part]:
         """Parts of the open step, which is the step after :attr:`latest`."""
-        return self.parts.get(self.latest + 1, ())
+        return self.steps.get(self.latest + 1, ())
 
     def lacking(self, groups_per_batch: int) -> int:
         """Return how many groups the open step lacks; a step without parts lacks ``groups_per_batch`` groups."""
@@ -330,11 +332,10 @@ class State:
     def max_age(self) -> int:
         """Age, in training steps, of the oldest token of everything that is bound.
 
-        Each binding and each part records the maximum over itself and everything that was bound before, and the binding
-        of the newest committed step is always retained.
+        Each part records the maximum over itself and everything that was bound before, and the parts of the newest
+        committed step are always retained.
         """
-        bound: list[Binding | Part] = [*self.bindings.values(), *self.open_parts]
-        return max((record.max_age for record in bound), default=0)
+        return max((part.max_age for parts in self.steps.values() for part in parts), default=0)
 
     def head(self) -> Head:
         """Return the record with which a new log that describes this state begins."""
@@ -355,10 +356,8 @@ class State:
                 yield ScoresRecorded(scores)
         for number, metrics in self.metrics.items():
             yield Metrics(number, metrics)
-        for number in sorted(self.commitments.keys() | self.bindings.keys() | self.parts.keys()):
-            yield from self.parts.get(number, ())
-            if number in self.bindings:
-                yield self.bindings[number]
+        for number in sorted(self.commitments.keys() | self.steps.keys()):
+            yield from self.steps.get(number, ())
             if number in self.commitments:
                 yield self.commitments[number]
         for id, (number, times) in self._token_times.items():
@@ -374,21 +373,11 @@ class State:
         )  # last, because these records replace the counts and lengths that a reader derives from the records above
 
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def binding(self, number: int, groups: tuple[int, ...]) -> Binding:
-        """Return the record that binds groups to a step as a whole.
-
-        Its digest covers every token, log-probability, version and score that the step will train on.
-        """
-        tracks = self._trajectories_of(groups)
-        ages = token_ages(number, tracks)
-        digest = content_digest(str(number), tracks)
-        max_age = max([self.max_age, *ages])
-        return Binding(number, groups, len(tracks), digest, self.stale, max_age, ages, self.unscored)
-
     def next_part(self, groups: tuple[int, ...], lacking: int) -> Part:
         """Return the record of the next part of the open step; after this part the step lacks ``lacking`` groups.
 
-        The digest of the part covers the same values as the digest of a binding, and the previous part's digest.
+        The digest of the part covers every token, log-probability, version and score that the step will train on, and
+        the previous part's digest.
         """
         number, before = self.latest + 1, self.open_parts
         tracks = self._trajectories_of(groups)
@@ -397,66 +386,28 @@ class State:
         max_age = max([self.max_age, *ages])
         return Part(number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored)
 
-    def binding_of_parts(self) -> Binding:
-        """Return the record that binds the open step, whose parts are complete."""
-        parts = self.open_parts
-        ages: Counter[int] = Counter()
-        for part in parts:
-            ages.update(part.ages)
-        groups = tuple(group for part in parts for group in part.groups)
-        last, count = parts[-1], sum(part.trajectories for part in parts)
-        return Binding(last.number, groups, count, last.digest, last.stale, last.max_age, dict(ages), last.unscored)
-
-    def batch(self, number: int) -> PackedBatch:
-        """Return the batch of a bound step."""
-        binding = self.bindings[number]
-        prompts, trajectories = self._packed(binding.groups)
-        return PackedBatch(
-            number,
-            binding.groups,
-            binding.digest,
-            prompts,
-            trajectories,
-            binding.stale,
-            binding.max_age,
-            binding.unscored,
-        )
-
-    def parts_of(self, number: int) -> Sequence[Part]:
-        """Return the parts of a step; a step that was bound as a whole counts as one part."""
-        if (parts := self.parts.get(number)) is not None:
-            return parts
-        if (one := self.bindings.get(number)) is None:
-            return ()
-        content = one.groups, one.trajectories, one.digest
-        return (Part(number, 0, *content, 0, one.stale, one.max_age, one.ages, one.unscored),)
-
-    def part(self, number: int, index: int) -> PackedPart:
-        """Return a part of a step."""
-        part = self.parts_of(number)[index]
-        prompts, trajectories = self._packed(part.groups)
-        is_last = not part.lacking
+    def part(self, number: int, index: int | None) -> PackedPart:
+        """Return a part of a step, or all its parts as one if ``index`` is None; the step is then bound completely."""
+        last, groups = self.steps[number][-1 if index is None else index], self.groups_of(number, index)
+        prompts = tuple(self.groups[group].created.prompt for group in groups)
+        trajectories = tuple(one for track in self._trajectories_of(groups) for one in packed(track))
         return PackedPart(
             number,
-            index,
-            part.groups,
-            part.digest,
+            groups,
+            last.digest,
             prompts,
             trajectories,
-            is_last,
-            part.stale,
-            part.max_age,
-            part.unscored,
+            index or 0,
+            not last.lacking,
+            last.stale,
+            last.max_age,
+            last.unscored,
         )
 
     def message_bytes(self, group: int) -> int:
         """Return an upper bound of the bytes that a complete group takes in a batch or part."""
         stored = self.groups[group]
         return message_bytes(stored.trajectories, stored.created.prompt)
-
-    def _packed(self, groups: tuple[int, ...]) -> tuple[tuple[bytes, ...], tuple[PackedTrajectory, ...]]:
-        prompts = tuple(self.groups[group].created.prompt for group in groups)
-        return prompts, tuple(one for track in self._trajectories_of(groups) for one in packed(track))
 
     def _trajectories_of(self, groups: Iterable[int]) -> list[TrajectoryState]:
         return [track for group in groups for track in self.groups[group].trajectories]

@@ -62,7 +62,6 @@ class Bindings:
         self._keep_uncommitted, self._checkpoint_every = keep_uncommitted, checkpoint_every
         self._ready: list[tuple[float, int]] = []
         """(step of the weights that the group was begun with, group) of every complete group that is not bound."""
-        self._complete_open_step()  # a crash may have prevented the binding after a last part
 
     # ── complete groups ────────────────────────────────────────────────────────────────────────────────────────────
     def rebuild(self) -> None:
@@ -89,60 +88,37 @@ class Bindings:
         return self._state.lacking(self._per_batch)
 
     # ── binding ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def bind(self, number: int) -> NotReady | Denied | None:
-        """Bind to step ``number`` all groups that it lacks: the complete groups that expire first.
+    def bind(self, number: int, index: int | None = None) -> NotReady | Denied | None:
+        """Bind groups to step ``number``: all that it lacks or, if ``index`` is given, its next part.
 
-        A group expires with the last step that its oldest token allows (:mod:`.staleness`). Returns None if the step is
-        bound completely now or was already, and Denied if ``number`` is not the next step. Returns NotReady while too
-        many bound steps are uncommitted or too few groups are complete. With ``wait_for_late``, also returns NotReady
-        while the binding would let an incomplete group miss its last step.
+        Of the complete groups, those that expire first are bound. A group expires with the last step that its oldest
+        token allows (:mod:`.staleness`). A part gets all complete groups that may be bound, but not more than fit into
+        a message. Returns None if the part, or the whole step, is bound now or was already. Returns Denied if it is not
+        the next part of the open step, or the step is not the open one. Returns NotReady while too many bound steps are
+        uncommitted or too few groups are complete. With ``wait_for_late``, also returns NotReady while the binding
+        would let an incomplete group miss its last step.
         """
-        if number in self._state.bindings:
+        count, bound = len(self._state.steps.get(number, ())), self._state.is_bound(number)
+        if bound if index is None else index in range(count):
             return None
-        if rejection := self._check_open(number):
-            return rejection
-        lacking = self.lacking
-        if self._bindable() < lacking:
-            return NotReady()
-        groups = self._take(lacking)
-        if len(groups) == lacking and not self._state.open_parts:
-            self._durable.write(self._state.binding(number, groups))
-            return None
-        self._write_part(groups)
-        while number not in self._state.bindings:
-            self._write_part(self._take(self.lacking))
-        return None
-
-    def bind_part(self, number: int, index: int) -> NotReady | Denied | None:
-        """Bind the next part of step ``number``, unless part ``index`` exists.
-
-        The part gets all complete groups that may be bound, as :meth:`bind` orders them, but not more than fit into a
-        message. Returns None if the part exists now or existed already, and Denied if ``index`` is not the next part of
-        the open step. Returns NotReady in the same cases as :meth:`bind`, but fewer groups suffice.
-        """
-        count = len(self._state.parts_of(number))
-        if index in range(count):
-            return None
-        if number in self._state.bindings:
+        if bound:
             return Denied(f"part {index} of step {number} does not exist: the number of its parts is {count}")
-        if rejection := self._check_open(number):
-            return rejection
-        if index != count:
-            return Denied(f"part {index} is out of order: the next part of step {number} is part {count}")
-        at_most = min(self._bindable(), self.lacking)
-        if at_most < self._least(index):
-            return NotReady()
-        self._write_part(self._take(at_most))
-        return None
-
-    def _check_open(self, number: int) -> NotReady | Denied | None:
-        """Return why no group can be bound to step ``number``; None if a complete group could be bound to it."""
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(
                 f"batch {number} is out of order: step {committed} was committed last, and step {latest} bound last"
             )
-        return NotReady() if latest - committed > self._keep_uncommitted else None
+        if latest - committed > self._keep_uncommitted:
+            return NotReady()
+        if index not in (None, count):
+            return Denied(f"part {index} is out of order: the next part of step {number} is part {count}")
+        at_most = min(self._bindable(), self.lacking)
+        if at_most < self._least(index):
+            return NotReady()
+        self._write_part(at_most)
+        while index is None and not self._state.is_bound(number):  # the rest did not fit into one message
+            self._write_part(self.lacking)
+        return None
 
     def _bindable(self) -> int:
         """Return how many complete groups may be bound to the open step now. The step may need fewer groups."""
@@ -181,13 +157,9 @@ class Bindings:
             groups.append(group)
         return tuple(groups)
 
-    def _write_part(self, groups: tuple[int, ...]) -> None:
+    def _write_part(self, at_most: int) -> None:
+        groups = self._take(at_most)
         self._durable.write(self._state.next_part(groups, self.lacking - len(groups)))
-        self._complete_open_step()
-
-    def _complete_open_step(self) -> None:
-        if (parts := self._state.open_parts) and not parts[-1].lacking:
-            self._durable.write(self._state.binding_of_parts())
 
     def wait_reason(
         self,
@@ -206,7 +178,7 @@ class Bindings:
             newest_weights: Step of the newest weights that a rollout has; None if it is not known.
             published: True if the store has learned of a weight version that the trainer has published.
         """
-        if number in self._state.bindings or (index is not None and index < len(self._state.open_parts)):
+        if self._state.is_bound(number) or (index is not None and index < len(self._state.open_parts)):
             return None
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             step, last = self._state.committed + 1, self._state.committed + self._checkpoint_every
@@ -266,11 +238,11 @@ class Bindings:
             if before and before.digest == digest and before.manifest == manifest:
                 return self._done(described)
             return Denied(f"step {number} was committed with another manifest or digest")
-        if number not in self._state.bindings or number - committed > self._checkpoint_every:
+        if not self._state.is_bound(number) or number - committed > self._checkpoint_every:
             most = f"; a commit has at most {self._checkpoint_every} steps" if self._checkpoint_every > 1 else ""
             return Denied(f"commit of step {number} is out of order: step {committed} was committed last{most}")
         for step in range(committed + 1, number + 1):
-            bound, trained = self._state.bindings[step].digest, described.get(step)
+            bound, trained = self._state.steps[step][-1].digest, described.get(step)
             if trained is None:
                 return Denied(f"commit of step {number} is out of order: it does not name step {step}")
             if trained.digest != bound:

@@ -35,7 +35,9 @@ class EpisodeStatus:
     ) -> None:
         self._job, self._set_phase, self._count = job, set_phase, count
         self._lock = threading.Lock()
-        self._at_work = self._waiting = self._answered = 0
+        self._waiting = self._answered = 0
+        self.at_work = 0
+        """Number of attempts at work."""
         self._phase = ""
 
     def __enter__(self) -> EpisodeStatus:
@@ -48,15 +50,10 @@ class EpisodeStatus:
     ) -> None:
         self._set_phase(BETWEEN, None, None)
 
-    @property
-    def at_work(self) -> int:
-        """Number of attempts at work."""
-        return self._at_work
-
     def attempts_changed(self, at_work: int) -> None:
         """Report the number of attempts at work."""
         with self._lock:
-            self._at_work = at_work
+            self.at_work = at_work
             self._enter()
 
     def endpoint_changed(self, waiting: int, answered: int) -> None:
@@ -68,7 +65,7 @@ class EpisodeStatus:
             self._enter()
 
     def _enter(self) -> None:
-        phase = "wait_work" if not self._at_work else "wait_turn" if self._waiting else "act"
+        phase = "wait_work" if not self.at_work else "wait_turn" if self._waiting else "act"
         if phase != self._phase:
             self._phase = phase
             self._set_phase(*entered_phase(self._job, phase, None))

@@ -16,7 +16,7 @@ _ACCEPTS = 0x10000
 """__SO_ACCEPTCON in the flags of /proc/net/unix: the socket listens."""
 
 
-class Bound(Struct, frozen=True, order=True):
+class PartBound(Struct, frozen=True, order=True):
     """A socket on which a process listens."""
 
     pid: int
@@ -30,12 +30,12 @@ class Bound(Struct, frozen=True, order=True):
         return self.kind == "unix" or ipaddress.ip_address(self.address).is_loopback
 
 
-def bound_by(pids: Iterable[int]) -> list[Bound]:
+def bound_by(pids: Iterable[int]) -> list[PartBound]:
     """Return the bound sockets of these processes; a process that has just ended has none."""
     return sorted({one for pid in pids for one in _of(pid)})
 
 
-def _of(pid: int) -> Iterator[Bound]:
+def _of(pid: int) -> Iterator[PartBound]:
     process = Path("/proc", str(pid))
     with contextlib.suppress(OSError):
         inodes = _inodes(process)
@@ -45,11 +45,11 @@ def _of(pid: int) -> Iterator[Bound]:
                     _, local, _, is_in, *rest = line.split()
                     if is_in == state and rest[5] in inodes:
                         address, port = local.split(":")
-                        yield Bound(pid, kind, _address(address), int(port, 16))
+                        yield PartBound(pid, kind, _address(address), int(port, 16))
         for line in (process / "net/unix").read_text().splitlines()[1:]:
             _, _, _, flags, _, _, inode, *name = line.split(maxsplit=7)
             if inode in inodes and int(flags, 16) & _ACCEPTS and name and name[0].startswith("@"):
-                yield Bound(pid, "unix", name[0])
+                yield PartBound(pid, "unix", name[0])
 
 
 def _inodes(process: Path) -> set[str]:

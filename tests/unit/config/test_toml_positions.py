@@ -85,6 +85,12 @@ q = 3
     assert set(lines) == set(_paths(tomllib.loads(text), ()))
 
 
+def test_elements_of_a_very_long_value_count_as_those_of_the_line_after_the_exact_ones() -> None:
+    lines = lines_of("[a]\nlong = [\n" + "1,\n" * 20_000 + "]\nnext = 1\n")
+    assert [lines["a", "long", index] for index in (0, 298, 299, 19_999)] == [3, 301, 302, 302]
+    assert lines["a", "next"] == 20_004
+
+
 def test_missing_key_is_located_at_its_table() -> None:
     lines = lines_of("\n[a.b]\nc = 1\n")
     assert nearest_line(lines, ("a", "b", "missing", "deep")) == 2

@@ -132,14 +132,14 @@ def parts_of(batch: Batch, sizes: Sequence[int]) -> list[Part]:
         these = tuple(itertools.islice(groups, size))
         trajectories = tuple(each for each in batch.trajectories if each.group in these)
         last = index == len(sizes) - 1
-        made.append(Part(batch.number, index, these, f"{batch.digest}.{index}", trajectories, last))
+        made.append(Part(batch.number, these, f"{batch.digest}.{index}", trajectories, index, last))
     return made
 
 
 def step(student: Learner, batch: Batch) -> dict[str, float]:
     """Train on ``batch`` as a step of a single part, and return its metrics."""
     student.open(batch.number)
-    student.add(Part(batch.number, 0, batch.groups, batch.digest, batch.trajectories, last=True))
+    student.add(batch)
     return student.close()
 
 

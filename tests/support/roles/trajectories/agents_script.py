@@ -46,13 +46,13 @@ from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Append,
-    Bound,
     Commit,
     CommittedState,
     Denied,
-    GetBatch,
+    GetPart,
     LeaseWork,
     NotReady,
+    PartBound,
     PostScores,
     Sampling,
     Score,
@@ -183,9 +183,9 @@ class AgentsScript:
             if later:
                 self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, 0.75))
         self._score()
-        bound = self._call(GetBatch(TRAINER, number))
-        assert isinstance(bound, Bound)
-        self._call(Commit(TRAINER, number, manifest(number), bound.batch.digest))
+        bound = self._call(GetPart(TRAINER, number))
+        assert isinstance(bound, PartBound)
+        self._call(Commit(TRAINER, number, manifest(number), bound.part.digest))
 
     def _of(self, item: EpisodeItem) -> Incarnation:
         track = self.store._state.trajectories[item.episode].episode

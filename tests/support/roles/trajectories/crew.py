@@ -11,11 +11,11 @@ from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Batch,
-    Bound,
     Done,
     Item,
     Leased,
-    PackedBatch,
+    PackedPart,
+    PartBound,
     Prompt,
     Score,
     Scoring,
@@ -105,10 +105,10 @@ def score(store: Store, who: Incarnation = REWARD, at_most: int = 1000, reward: 
 
 
 def bind(store: Store, number: int, who: Incarnation = TRAINER) -> Batch:
-    answer = store.batch(who, number)
-    assert isinstance(answer, Bound), answer
+    answer = store.part(who, number)
+    assert isinstance(answer, PartBound), answer
     store.flush()
-    return decode(answer.batch)
+    return decode(answer.part)
 
 
 def manifest(number: int) -> dict[str, Any]:
@@ -117,10 +117,10 @@ def manifest(number: int) -> dict[str, Any]:
 
 def commit(
     store: Store,
-    batch: Batch | PackedBatch,
+    batch: Batch | PackedPart,
     who: Incarnation = TRAINER,
     metrics: dict[str, float] | None = None,
-    earlier: Sequence[Batch | PackedBatch] = (),
+    earlier: Sequence[Batch | PackedPart] = (),
 ) -> Done:
     """Commit a step together with ``earlier`` steps, which have no metrics."""
     trained = [TrainedStep(one.number, one.digest, {}) for one in earlier]

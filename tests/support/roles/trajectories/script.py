@@ -15,17 +15,14 @@ from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Append,
     Batch,
-    Bound,
     Commit,
     CommittedState,
     Denied,
     Done,
-    GetBatch,
     GetPart,
     Item,
     Leased,
     LeaseWork,
-    PackedBatch,
     PackedPart,
     PartBound,
     PostScores,
@@ -68,9 +65,9 @@ class Acknowledged(Struct):
     size: int
     segments: dict[tuple[int, int], Segment] = {}
     scored: dict[int, float] = {}
-    bound: dict[int, PackedBatch] = {}
+    bound: dict[int, PackedPart] = {}
     parts: dict[tuple[int, int], PackedPart] = {}
-    """Bound parts by step and index."""
+    """PartBound parts by step and index."""
     committed: int = 0
     dropped: dict[str, int] = {}
     fence: int = 1
@@ -168,18 +165,18 @@ class Script:
 
     def step(self, number: int, who: Incarnation) -> None:
         def bound(now: Acknowledged, given: Answer) -> None:
-            assert isinstance(given, Bound)
-            now.bound[number], now.fence = given.batch, who.number
+            assert isinstance(given, PartBound)
+            now.bound[number], now.fence = given.part, who.number
             if number == _LATE and self._staleness is not None:
                 now.dropped[f"stale: a token is more than {self._staleness} training steps old"] = GROUP
 
-        given = self._call(GetBatch(who, number), bound)
-        assert isinstance(given, Bound)
+        given = self._call(GetPart(who, number), bound)
+        assert isinstance(given, PartBound)
         if number % self._checkpoint_every == 0:
             bound_before = self.promised[-1].bound
             first = max(1, number - self._checkpoint_every + 1)
             earlier = tuple(TrainedStep(one, bound_before[one].digest, {}) for one in range(first, number))
-            words = Commit(who, number, manifest(number), given.batch.digest, earlier=earlier)
+            words = Commit(who, number, manifest(number), given.part.digest, earlier=earlier)
             self._call(words, lambda now, _: setattr(now, "committed", number))
 
     def run(self, steps: int = 4) -> None:
@@ -254,9 +251,9 @@ def check(
     assert newest - (start.number or 0) <= changed.get("checkpoint_every", 1), "a step beyond the limit was bound"
     for number, batch in promised.bound.items():
         if number > (start.number or 0) - 2:  # the store may have forgotten older batches by now
-            kept = store.batch(who, number)
-            assert isinstance(kept, Bound)
-            assert kept.batch == batch
+            kept = store.part(who, number)
+            assert isinstance(kept, PartBound)
+            assert kept.part == batch
     for (number, index), part in promised.parts.items():
         if number > (start.number or 0) - 2:
             assert store.part(who, number, index) == PartBound(part)
@@ -283,5 +280,3 @@ def check(
         assert audit.steps[number] == batch.groups
     for (number, index), part in promised.parts.items():
         assert audit.parts[number][index] == part.groups
-    for number, parts in audit.parts.items():
-        assert audit.steps[number] == tuple(group for part in parts for group in part)

@@ -26,7 +26,7 @@ from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, LeaseEpisodes, OpenTurn, StoreRequest
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import Server
-from rrl.roles.trajectories.types import GetBatch, GetPart, LeaseScoring, PackedBatch, PackedPart, ToScore
+from rrl.roles.trajectories.types import GetPart, LeaseScoring, PackedPart, ToScore
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.transport.control.endpoints import Address, Listener
@@ -107,9 +107,9 @@ async def lease_scoring(client: TrajectoryClient, *arguments: Any) -> tuple[ToSc
     return leased.items if leased is not None else ()
 
 
-async def batch_of(client: TrajectoryClient, *arguments: Any) -> PackedBatch | None:
-    bound = await client.ask(GetBatch, *arguments)
-    return bound.batch if bound is not None else None
+async def batch_of(client: TrajectoryClient, number: int, *wait: float) -> PackedPart | None:
+    bound = await client.ask(GetPart, number, None, *wait)
+    return bound.part if bound is not None else None
 
 
 async def part_of(client: TrajectoryClient, *arguments: Any) -> PackedPart | None:

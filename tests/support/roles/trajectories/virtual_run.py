@@ -17,13 +17,11 @@ from msgspec import Struct
 from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-    Bound,
     CommittedState,
     Denied,
     Done,
     Leased,
     NotReady,
-    PackedBatch,
     PackedPart,
     PackedTrajectory,
     PartBound,
@@ -96,10 +94,10 @@ class VirtualRun:
         self._lengths: dict[int, int] = {}
         self.incarnations = {TRAINER: 1, SCORER: 1, **{f"rollout/{i}": 1 for i in range(setting.rollouts)}}
         self.rollouts = {f"rollout/{i}": _Rollout() for i in range(setting.rollouts)}
-        self.batches: dict[int, PackedBatch] = {}
+        self.batches: dict[int, PackedPart] = {}
         """Batches of the steps that were bound completely."""
         self.parts: dict[tuple[int, int], PackedPart] = {}
-        """Bound parts by step and index."""
+        """PartBound parts by step and index."""
         self.steps: dict[int, int] = {}
         """Step to which each group was bound."""
         self._counted: set[int] = set()
@@ -259,7 +257,7 @@ class VirtualRun:
 
     def _request(self, who: Incarnation, number: int) -> None:
         in_parts = self.random.random() < self.setting.parts
-        answer: Any = self.store.part(who, number, self.index) if in_parts else self.store.batch(who, number)
+        answer: Any = self.store.part(who, number, self.index) if in_parts else self.store.part(who, number)
         if answer == NotReady():
             return
         self.busy = self.setting.step_ticks
@@ -269,16 +267,16 @@ class VirtualRun:
             self.index = 0 if answer.part.last else self.index + 1
             if not answer.part.last:
                 return
-            answer = self.store.batch(who, number)
-        assert isinstance(answer, Bound), answer
+            answer = self.store.part(who, number)
+        assert isinstance(answer, PartBound), answer
         self.index = 0
-        self._check(who, answer.batch)
+        self._check(who, answer.part)
 
     def _check_part(self, part: PackedPart) -> None:
         assert self.parts.setdefault((part.number, part.index), part) == part, "a part has changed"
         self._check_groups(part.number, part.groups, part.trajectories, part.max_age)
 
-    def _check(self, who: Incarnation, batch: PackedBatch) -> None:
+    def _check(self, who: Incarnation, batch: PackedPart) -> None:
         """Check that the parts of a bound step are together its batch, no matter how the step was requested."""
         number = batch.number
         assert self.batches.setdefault(number, batch) == batch, "a batch has changed"

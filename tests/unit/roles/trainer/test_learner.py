@@ -461,7 +461,7 @@ def test_parts_out_of_order_are_refused() -> None:
     student.add(second)
     student.add(third)
     with pytest.raises(ValueError, match="cannot add part 3 of step 1 to the learner: expected no part"):
-        student.add(Part(1, 3, (), "", third.trajectories, last=True))
+        student.add(Part(1, (), "", third.trajectories, 3))
     student.close()
     assert student.number == 1
 

@@ -75,7 +75,7 @@ class _Member:
             return None
         each = [PackedTrajectory(i, 0, pack_tokens((i,)), b"\0\0\0\0", ((1, 0, 1),), 1.0, 1.0) for i in range(5)]
         last = index == PARTS - 1
-        return PackedPart(number, index, (0,), f"{number}.{index}", (pack_tokens((1,)),), tuple(each), last)
+        return PackedPart(number, (0,), f"{number}.{index}", (pack_tokens((1,)),), tuple(each), index, last)
 
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:

@@ -9,19 +9,9 @@ import pytest
 
 from rrl.config.job import validation
 from rrl.core.types import Version
-from rrl.roles.trajectories.batches import NotLocal, decode, decode_part, shard_for, whole_part
+from rrl.roles.trajectories.batches import NotLocal, decode, shard_for
 from rrl.roles.trajectories.durable.records import pack_tokens
-from rrl.roles.trajectories.types import (
-    Answer,
-    Batch,
-    Bound,
-    PackedBatch,
-    PackedPart,
-    PackedTrajectory,
-    Part,
-    PartBound,
-    Trajectory,
-)
+from rrl.roles.trajectories.types import Answer, Batch, PackedPart, PackedTrajectory, Part, PartBound, Trajectory
 from rrl.transport.control.sockets import CONTROL_BOUNDS, Codec, encode_frame
 
 _PROMPTS = {3: (2, 3, 4), 7: (5,)}
@@ -32,7 +22,7 @@ def _packed(trajectory: int, group: int, tokens: int, runs: tuple[tuple[int, int
     return PackedTrajectory(trajectory, group, pack_tokens(tuple(range(tokens))), content, runs, 1.0, trajectory / 2)
 
 
-def _batch() -> PackedBatch:
+def _batch() -> PackedPart:
     trajectories = (
         _packed(6, 3, 3, ((1, 4, 1), (2, 5, 2))),
         _packed(7, 3, 0, ()),
@@ -40,7 +30,7 @@ def _batch() -> PackedBatch:
         _packed(15, 7, 2, ((2, 5, 2),)),
         _packed(16, 7, 2, ((2, 4, 1),)),
     )
-    return PackedBatch(9, (3, 7), "digest", tuple(map(pack_tokens, _PROMPTS.values())), trajectories, stale=2)
+    return PackedPart(9, (3, 7), "digest", tuple(map(pack_tokens, _PROMPTS.values())), trajectories, stale=2)
 
 
 def _whole(trajectory: int, group: int, tokens: int, *versions: Version) -> Trajectory:
@@ -65,21 +55,15 @@ WHOLE = Batch(
 
 
 def test_batch_is_decoded_to_plain_tuples_on_every_path() -> None:
-    read = Codec(Answer).decode(encode_frame(1, 2, Bound(_batch())))
+    read = Codec(Answer).decode(encode_frame(1, 2, PartBound(_batch())))
     assert read is not None
-    assert decode(read[2].batch) == WHOLE
-
-
-def test_a_whole_batch_is_the_last_part_of_its_step() -> None:
-    part = decode_part(whole_part(_batch()))
-    assert (part.number, part.index, part.groups, part.digest, part.last) == (9, 0, (3, 7), "digest", True)
-    assert (part.trajectories, part.stale, part.max_age) == (WHOLE.trajectories, 2, 0)
+    assert decode(read[2].part) == WHOLE
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
 def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(world: int) -> None:
     for rank in range(world):
-        mine = decode_part(shard_for(whole_part(_batch()), rank, world))
+        mine = decode(shard_for(_batch(), rank, world))
         assert mine.trajectories[rank::world] == WHOLE.trajectories[rank::world]
         assert mine.trajectories[0] == WHOLE.trajectories[0]
         for one, of in zip(mine.trajectories, WHOLE.trajectories, strict=True):
@@ -91,21 +75,21 @@ def test_shard_has_own_tokens_and_the_metadata_of_all_trajectories(world: int) -
 
 def _part() -> PackedPart:
     batch = _batch()
-    return PackedPart(9, 2, batch.groups, "digest", batch.prompts, batch.trajectories, True, stale=2, max_age=3)
+    return PackedPart(9, batch.groups, "digest", batch.prompts, batch.trajectories, 2, stale=2, max_age=3)
 
 
 def test_part_is_decoded_and_sharded_like_a_batch() -> None:
     read = Codec(Answer).decode(encode_frame(1, 2, PartBound(_part())))
     assert read is not None
-    assert decode_part(read[2].part) == Part(9, 2, (3, 7), "digest", WHOLE.trajectories, True, 2, 3)
+    assert decode(read[2].part) == Part(9, (3, 7), "digest", WHOLE.trajectories, 2, True, 2, 3)
     for rank in range(3):
         mine = shard_for(_part(), rank, 3)
-        assert mine.trajectories == shard_for(whole_part(_batch()), rank, 3).trajectories
+        assert mine.trajectories == shard_for(_batch(), rank, 3).trajectories
         assert msgspec.structs.replace(mine, trajectories=_part().trajectories) == _part()
 
 
 def test_access_to_tokens_of_another_member_raises() -> None:
-    theirs = decode_part(shard_for(whole_part(_batch()), 0, 2)).trajectories[3]
+    theirs = decode(shard_for(_batch(), 0, 2)).trajectories[3]
     assert isinstance(theirs.tokens, NotLocal)
     with pytest.raises(LookupError, match="another member"):
         list(theirs.tokens)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.durable.log import LogDamaged
-from rrl.roles.trajectories.types import Bound, Done, PackedBatch
+from rrl.roles.trajectories.types import Done, PackedPart, PartBound
 from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, incarnation_of, lease, open_store, score, segment
 from rrl.tests.support.roles.trajectories.script import Acknowledged, Script, check, log_in
@@ -125,7 +125,7 @@ def test_every_trajectory_is_accounted_for_after_any_sequence_of_operations(
     incarnations = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
     store = open_store(folder, [incarnation_of(*each) for each in incarnations.items()])
     held: dict[Incarnation, dict[int, int]] = {}
-    batches: dict[int, PackedBatch] = {}
+    batches: dict[int, PackedPart] = {}
     for what, n in moves:
         name = f"rollout/{n % 2}"
         who, trainer = incarnation_of(name, incarnations[name]), incarnation_of("trainer/0", incarnations["trainer/0"])
@@ -150,9 +150,9 @@ def test_every_trajectory_is_accounted_for_after_any_sequence_of_operations(
             store.post_scores(REWARD, [], {n: "no scorer"})
         elif what == "bind":
             number = max(batches, default=0) + n % 2
-            answer = store.batch(trainer, number)
-            if isinstance(answer, Bound):
-                assert batches.setdefault(number, answer.batch) == answer.batch
+            answer = store.part(trainer, number)
+            if isinstance(answer, PartBound):
+                assert batches.setdefault(number, answer.part) == answer.part
         elif what == "commit" and batches:
             store.commit(trainer, max(batches) - n % 2, {"n": n}, batches[max(batches)].digest)
         elif what == "restart":

@@ -34,7 +34,6 @@ from rrl.roles.trajectories.types import (
     Denied,
     Done,
     FollowVersions,
-    GetBatch,
     GetCommitted,
     GetPart,
     Item,
@@ -43,7 +42,6 @@ from rrl.roles.trajectories.types import (
     LeaseWork,
     NewestVersion,
     NotReady,
-    PackedBatch,
     PackedPart,
     PartBound,
     PostScores,
@@ -103,7 +101,7 @@ class Crew:
         self.steps = steps
         self.parts = parts
         self.appended: dict[tuple[int, int], Segment] = {}
-        self.batches: dict[int, PackedBatch] = {}
+        self.batches: dict[int, PackedPart] = {}
         self.done = asyncio.Event()
         self.committed = asyncio.Condition()
 
@@ -174,7 +172,7 @@ def test_each_step_is_trained_exactly_once_although_the_store_is_killed_repeated
     audit = open_store(process.folder).audit()
     assert audit.committed == 40
     assert {number: batch.groups for number, batch in crew.batches.items()} == audit.steps
-    assert len(audit.parts) == 40 * parts
+    assert len(audit.parts) == 40
     groups = [group for step in audit.steps.values() for group in step]
     assert len(set(groups)) == len(groups) == 40 * BATCH
     assert (audit.trained, audit.dropped) == (40 * BATCH * GROUP, {})
@@ -430,7 +428,7 @@ def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
 
 def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(1, GetBatch(TRAINER, 1, wait=0.05))
+        script.send_request(1, GetPart(TRAINER, 1, wait=0.05))
         await script.until(lambda: script.replies.get(1) == NotReady())
         script.send_request(2, LeaseWork(ROLLOUT, 8, wait=DEADLINE))
         script.send_request(3, LeaseWork(OTHER, 8, wait=DEADLINE))
@@ -457,21 +455,21 @@ def test_batch_requested_by_many_members_is_built_once_per_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    make = State.batch
+    make = State.part
 
-    def counted(state: State, number: int) -> PackedBatch:
+    def counted(state: State, number: int, index: int | None) -> PackedPart:
         made.append(number)
-        return make(state, number)
+        return make(state, number, index)
 
-    monkeypatch.setattr(State, "batch", counted)
+    monkeypatch.setattr(State, "part", counted)
 
     async def play(store: Store, server: Server, script: Script) -> None:
         for ask in range(16):
-            script.send_request(ask, GetBatch(incarnation_of(member_id(TRAINER.replica, ask)), 1))
+            script.send_request(ask, GetPart(incarnation_of(member_id(TRAINER.replica, ask)), 1))
         await script.until(lambda: len(script.replies) == 16)
         assert len(made) < 16 / 2, "the reply was built more often than once per round"
         assert {bytes(cast(msgspec.Raw, denial)) for denial in script.replies.values()} == {
-            msgspec.msgpack.encode(store.batch(TRAINER, 1))
+            msgspec.msgpack.encode(store.part(TRAINER, 1))
         }
 
     _serve(tmp_path, play, store=_ready(tmp_path))
@@ -548,8 +546,8 @@ def test_a_group_larger_than_a_message_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(1, GetBatch(incarnation_of("trainer/0", 2), 1))
-        script.send_request(2, GetBatch(TRAINER, 1))
+        script.send_request(1, GetPart(incarnation_of("trainer/0", 2), 1))
+        script.send_request(2, GetPart(TRAINER, 1))
         await script.until(lambda: len(script.replies) == 2)
         assert isinstance(script.replies[1], msgspec.Raw)
         assert isinstance(script.replies[2], Denied)
@@ -568,10 +566,10 @@ def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> Non
             await send(peer, message, request)
 
         script.send = counted  # type: ignore[method-assign]
-        script.send_request(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+        script.send_request(1, GetPart(TRAINER, 1, wait=DEADLINE))
         await script.until(lambda: bool(server._parked))
         for _ in range(3):
-            script.send_request(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+            script.send_request(1, GetPart(TRAINER, 1, wait=DEADLINE))
         generate(store)
         score(store)
         script.send_request(2, LeaseWork(ROLLOUT, 0, 0.0))
@@ -587,7 +585,7 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
     monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(1, GetBatch(TRAINER, 1))
+        script.send_request(1, GetPart(TRAINER, 1))
         await script.until(lambda: 1 in script.replies)
         denial = script.replies[1]
         assert isinstance(denial, Denied)
@@ -739,7 +737,7 @@ def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: 
     assert sum(served) == 0
 
 
-@pytest.mark.parametrize("request_of", [GetBatch(TRAINER, 2, DEADLINE), GetPart(TRAINER, 2, 0, DEADLINE)])
+@pytest.mark.parametrize("request_of", [GetPart(TRAINER, 2, None, DEADLINE), GetPart(TRAINER, 2, 0, DEADLINE)])
 def test_missing_newer_weights_are_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: StepRequest
 ) -> None:
@@ -772,7 +770,7 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
 
     async def play(store: Store, server: Server, script: Script) -> None:
         script.send_request(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
-        script.send_request(1, GetBatch(TRAINER, 1, wait=0.0))
+        script.send_request(1, GetPart(TRAINER, 1, wait=0.0))
         await script.until(lambda: bool(notes))
         assert (
             notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: step 1 is the last that may train them"
@@ -782,12 +780,12 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
         script.send_request(3, LeaseScoring(REWARD, 100))
         await script.until(lambda: 3 in script.replies)
         script.send_request(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
-        script.send_request(5, GetBatch(TRAINER, 1, wait=0.0))
+        script.send_request(5, GetPart(TRAINER, 1, wait=0.0))
         await script.until(lambda: notes[-1].endswith("step 1 is the last that may train it"))
         assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): step 1 is the last that may train it"
         script.send_request(6, Append(ROLLOUT, (), (last,)))
         script.send_request(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
-        script.send_request(8, GetBatch(TRAINER, 1))
+        script.send_request(8, GetPart(TRAINER, 1))
         await script.until(lambda: notes[-1] == "")
         assert isinstance(script.replies[8], msgspec.Raw)
 
@@ -818,7 +816,7 @@ def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
         )
         generate(store)
         score(store)
-        script.send_request(3, GetBatch(TRAINER, 1, wait=0.0))
+        script.send_request(3, GetPart(TRAINER, 1, wait=0.0))
         await script.until(lambda: notes[-1] == "")
         assert isinstance(script.replies[3], msgspec.Raw)
 
@@ -832,7 +830,7 @@ def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> N
         script.send_request(0, LeaseWork(ROLLOUT, 1000))
         await script.until(lambda: 0 in script.replies)
         assert sum(served) == 1
-        vain = GetBatch(TRAINER, 1, 0.0), LeaseWork(OTHER, 8, 0.0), LeaseScoring(REWARD, 8, 0.0)
+        vain = GetPart(TRAINER, 1, None, 0.0), LeaseWork(OTHER, 8, 0.0), LeaseScoring(REWARD, 8, 0.0)
         for ask, request in enumerate(vain, 1):
             script.send_request(ask, request)
         script.send_request(4, LeaseWork(incarnation_of("rollout/0", 0), 8))
@@ -923,7 +921,7 @@ def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
         generate(store)
         score(store)
         assert server.data_report().untaken
-        script.send_request(0, GetBatch(TRAINER, 1))
+        script.send_request(0, GetPart(TRAINER, 1))
         await script.until(lambda: 0 in script.replies)
         assert not server.data_report().untaken, "data counts as untaken although the trainer has just taken it"
         monkeypatch.setattr(server_module, "UNTAKEN_AFTER_S", 0.0)
@@ -938,7 +936,7 @@ def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path
     async def play(store: Store, server: Server, script: Script) -> None:
         while not server._parked:
             server._data_requested_at, step = -math.inf, len(script.replies) + 1
-            script.send_request(step, GetBatch(TRAINER, step, wait=DEADLINE))
+            script.send_request(step, GetPart(TRAINER, step, wait=DEADLINE))
             await script.until(lambda step=step: bool(server._parked) or step in script.replies)  # type: ignore[misc]
         assert store.has_data(), "the store has no data, though the steps before are not committed"
         assert not server.data_report().untaken
@@ -948,7 +946,7 @@ def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path
 
 def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -> None:
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(0, GetBatch(incarnation_of("trainer/0", 0), 1))
+        script.send_request(0, GetPart(incarnation_of("trainer/0", 0), 1))
         await script.until(lambda: 0 in script.replies)
         assert server.data_report().untaken
 

@@ -16,12 +16,12 @@ from rrl.roles.trajectories.durable.records import FORMAT, LogFormatError
 from rrl.roles.trajectories.prompts import FAULTS_WINDOW, MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-    Bound,
     CommittedState,
     Denied,
     Done,
     Leased,
     NotReady,
+    PartBound,
     Prompt,
     Score,
     Scoring,
@@ -493,7 +493,7 @@ def test_batch_consists_of_the_oldest_complete_scored_groups(tmp_path: Path) -> 
     store = open_store(tmp_path)
     lease(store)
     store.append(ROLLOUT, [segment(t) for t in (6, 7, 4, 5, 0)], (6, 7, 4, 5, 0))
-    assert store.batch(TRAINER, 1) == NotReady()
+    assert store.part(TRAINER, 1) == NotReady()
     score(store)
     assert bind(store, 1).groups == (2, 3)
 
@@ -525,11 +525,11 @@ def test_batches_are_numbered_without_gaps(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
-    assert isinstance(store.batch(TRAINER, 0), Denied)
-    assert isinstance(store.batch(TRAINER, 2), Denied)
+    assert isinstance(store.part(TRAINER, 0), Denied)
+    assert isinstance(store.part(TRAINER, 2), Denied)
     bind(store, 1)
-    assert isinstance(store.batch(TRAINER, 3), Denied)
-    assert isinstance(store.batch(TRAINER, 2), Bound)
+    assert isinstance(store.part(TRAINER, 3), Denied)
+    assert isinstance(store.part(TRAINER, 2), PartBound)
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -538,14 +538,14 @@ def test_steps_beyond_the_limit_of_uncommitted_steps_are_not_bound(tmp_path: Pat
     generate(store)
     score(store)
     batches = [bind(store, number) for number in range(1, most + 2)]
-    assert store.batch(TRAINER, most + 2) == NotReady()
+    assert store.part(TRAINER, most + 2) == NotReady()
     assert isinstance(store.commit(TRAINER, 2, manifest(2), batches[1].digest), Denied)
     commit(store, batches[0])
     bind(store, most + 2)
-    assert store.batch(TRAINER, most + 3) == NotReady()
+    assert store.part(TRAINER, most + 3) == NotReady()
     store = open_store(tmp_path, keep_uncommitted=most, max_ahead_batches=5)
     assert [bind(store, number) for number in range(1, most + 2)] == batches
-    assert store.batch(TRAINER, most + 3) == NotReady()
+    assert store.part(TRAINER, most + 3) == NotReady()
 
 
 def test_commit_may_be_repeated_and_counts_once(tmp_path: Path) -> None:
@@ -579,7 +579,7 @@ def test_trainer_is_fenced_by_the_managers_membership(tmp_path: Path) -> None:
     batch = bind(store, 1)
     store.update_membership({ROLLOUT, REWARD, incarnation_of("trainer/0", 2)})
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
-    assert _is_fenced(store.batch(TRAINER, 1))
+    assert _is_fenced(store.part(TRAINER, 1))
     assert _is_fenced(store.committed(TRAINER))
     commit(store, batch, incarnation_of("trainer/0", 2))
 
@@ -591,7 +591,7 @@ def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path,
     score(store)
     batch = bind(store, 1)
     new = incarnation_of("trainer/0", 2)
-    assert not isinstance(store.committed(new) if word == "committed" else store.batch(new, 1), Denied)
+    assert not isinstance(store.committed(new) if word == "committed" else store.part(new, 1), Denied)
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
     store.flush()
     store = open_store(tmp_path, members=ALL)  # a manager with an old state still names the old incarnation
@@ -615,7 +615,7 @@ def test_next_trainer_can_finish_the_commit_of_its_predecessor(tmp_path: Path) -
     batch = train(store, 1)
     new = incarnation_of("trainer/0", 2)
     commit(store, batch, new)
-    assert isinstance(store.batch(new, 2), Bound)
+    assert isinstance(store.part(new, 2), PartBound)
 
 
 # ── gangs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -644,11 +644,11 @@ def test_first_message_of_the_next_gang_fences_the_previous_one(tmp_path: Path, 
     assert isinstance(store.committed(incarnation_of(first, 2)), CommittedState)
     for member in (TRAINER, SECOND):
         assert _is_fenced(store.committed(member))
-        assert _is_fenced(store.batch(member, 1))
+        assert _is_fenced(store.part(member, 1))
         assert _is_fenced(store.commit(member, 1, manifest(1), batch.digest))
     store.flush()
     store = open_store(tmp_path, members=(*ALL, SECOND))  # a manager with an old state still names the old incarnations
-    assert _is_fenced(store.batch(SECOND, 1))
+    assert _is_fenced(store.part(SECOND, 1))
     assert bind(store, 1, incarnation_of("trainer/0.1", 2)) == batch
 
 
@@ -666,7 +666,7 @@ def test_last_two_committed_batches_can_be_requested_again_and_older_ones_cannot
     batches = [train(store, n) for n in range(1, 5)]
     assert bind(store, 4) == batches[3]
     assert bind(store, 3) == batches[2]
-    assert isinstance(store.batch(TRAINER, 2), Denied)
+    assert isinstance(store.part(TRAINER, 2), Denied)
 
 
 def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_path: Path) -> None:

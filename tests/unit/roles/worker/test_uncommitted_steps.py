@@ -16,9 +16,9 @@ def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
     return PackedTrajectory(next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward)
 
 
-FIRST = PackedPart(9, 0, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), False, 0, 2)
+FIRST = PackedPart(9, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), 0, False, 0, 2)
 SECOND = PackedPart(
-    9, 1, (2, 3), "second", (b"", b""), (_trajectory(0.5, (1, 8), (4, 5)), _trajectory(1.0, (1, 6))), True, 6, 3
+    9, (2, 3), "second", (b"", b""), (_trajectory(0.5, (1, 8), (4, 5)), _trajectory(1.0, (1, 6))), 1, True, 6, 3
 )
 
 
@@ -41,7 +41,7 @@ def test_samples_of_an_episode_count_its_reward_once_and_each_trained_token_once
     first = msgspec.structs.replace(_trajectory(1.0, (3, 8), given, (1, 7)), masked=((3, 2),))
     second = msgspec.structs.replace(_trajectory(1.0, given, (4, 6)), id=first.id, masked=((0, 2),))
     steps = UncommittedSteps(None)
-    steps.add(PackedPart(9, 0, (4,), "", (b"",), (first, second, _trajectory(0.0, (1, 8))), True))
+    steps.add(PackedPart(9, (4,), "", (b"",), (first, second, _trajectory(0.0, (1, 8)))))
     metrics = steps.get(9).metrics
     assert (metrics["reward"], metrics["token_age_p50"], metrics["token_age_max"]) == (0.5, 1.0, 2.0)
     assert first.trained_runs == ((3, 8), (1, 7))

@@ -581,7 +581,6 @@ def test_secret_of_another_run_is_refused_by_the_listening_side(kind: str, run: 
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
-            await line.open()
             await line.send(bytes(32))
             await line.receive(memoryview(bytearray(64)))
             await line.send(bytes(32))  # a proof that proves nothing
@@ -597,7 +596,6 @@ def test_mirrored_proof_is_rejected(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
-            await line.open()
             await line.send(bytes(32))
             answer = bytearray(64)
             await line.receive(memoryview(answer))
@@ -613,7 +611,6 @@ def test_silent_unauthenticated_connection_is_closed(kind: str, run: Run) -> Non
     async def test() -> None:
         async with served(kind, holding()) as at, transport_for(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
-            await line.open()
             async with asyncio.timeout(TIMEOUT_S):
                 with pytest.raises(TransportError):
                     await line.receive(memoryview(bytearray(1)))

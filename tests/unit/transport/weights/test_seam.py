@@ -32,8 +32,6 @@ class _HungConnection:
         self.pending: asyncio.Future[None] | None = None
         self.broken = False
 
-    async def open(self) -> None: ...
-
     async def send(self, data: bytes | memoryview) -> None: ...
 
     async def receive(self, into: memoryview) -> None:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.batches import decode, decode_part, shard_for, whole_part
+from rrl.roles.trajectories.batches import decode, shard_for
 from rrl.roles.trajectories.durable.trained_samples import message_bytes
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import NOT_SAMPLED, Bound, Done, Trajectory
+from rrl.roles.trajectories.types import NOT_SAMPLED, Done, PartBound, Trajectory
 from rrl.tests.support.roles.trajectories.agents import ask, episodes, finish, open_agents_store, sample, turn
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, bind, commit, lease, segment
 
@@ -127,10 +127,10 @@ def test_shard_of_a_gang_member_has_lengths_and_masks_of_all_and_its_own_tokens(
         first = turn(store, item, (2, 3), (5, 6))
         turn(store, item, (7,), (8,), first, 4)
         finish(store, item)
-    bound = store.batch(TRAINER, 1)
-    assert isinstance(bound, Bound)
-    whole = decode(bound.batch).trajectories
-    mine = decode_part(shard_for(whole_part(bound.batch), 1, 3)).trajectories
+    bound = store.part(TRAINER, 1)
+    assert isinstance(bound, PartBound)
+    whole = decode(bound.part).trajectories
+    mine = decode(shard_for(bound.part, 1, 3)).trajectories
     for place in (0, 1):
         assert mine[place] == whole[place]
     for place in (2, 3):
@@ -189,12 +189,12 @@ def test_random_trees_train_each_used_token_once_in_the_context_it_was_sampled_i
         trained.update(tokens)
     assert set(trained.values()) == {1}
     assert trained.keys() >= finished, "a token of a complete answer was not trained"
-    bound = store.batch(TRAINER, 1)
-    assert isinstance(bound, Bound)
-    assert decode(bound.batch) == batch
-    for group in bound.batch.groups:
+    bound = store.part(TRAINER, 1)
+    assert isinstance(bound, PartBound)
+    assert decode(bound.part) == batch
+    for group in bound.part.groups:
         tracks = store._state.groups[group].trajectories
-        size = sum(len(msgspec.msgpack.encode(one)) for one in bound.batch.trajectories if one.group == group)
+        size = sum(len(msgspec.msgpack.encode(one)) for one in bound.part.trajectories if one.group == group)
         assert size <= message_bytes(tracks, b"")
     commit(store, batch)
     assert store.audit().ages == dict(sorted(ages.items()))

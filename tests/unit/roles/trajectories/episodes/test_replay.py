@@ -19,7 +19,7 @@ from rrl.roles.trajectories.episodes.requests import EpisodeItem, Follow, OpenTu
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Bound, Denied, Done, Sampling, Trajectory
+from rrl.roles.trajectories.types import Denied, Done, PartBound, Sampling, Trajectory
 from rrl.tests.support.roles.trajectories.agents import (
     AGENTS,
     CREW,
@@ -72,9 +72,9 @@ def _samples(store: Store, item: EpisodeItem, who: Incarnation) -> tuple[Traject
     for other in episodes(store, BATCH * GROUP - 1, OTHER_AGENTS):
         turn(store, other, (2,), (5, 1), who=OTHER_AGENTS)
         finish(store, other, 0.25, OTHER_AGENTS)
-    bound = store.batch(TRAINER, 1)
-    assert isinstance(bound, Bound)
-    return tuple(one for one in decode(bound.batch).trajectories if one.id == item.episode)
+    bound = store.part(TRAINER, 1)
+    assert isinstance(bound, PartBound)
+    return tuple(one for one in decode(bound.part).trajectories if one.id == item.episode)
 
 
 def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store: Store, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rrl.roles.trajectories.episodes.requests import FailAttempt, FinishEpisode,
 from rrl.roles.trajectories.episodes.rules import NO_AGENTS, NO_ANSWER, REPLICA_ENDED, EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Bound, Denied, Done, Leased, NotReady, Scoring, ToScore
+from rrl.roles.trajectories.types import Denied, Done, Leased, NotReady, PartBound, Scoring, ToScore
 from rrl.tests.support.roles.trajectories.agents import (
     AGENTS,
     CREW,
@@ -370,8 +370,8 @@ def test_age_of_a_batch_of_episodes_counts_each_sampled_token_once(store: Store)
         turn(store, item, (7,), (8,), first, 4, step=-1)
         turn(store, item, (9,), (8, 8), first, 3, step=-1)
         finish(store, item)
-    bound = store.batch(TRAINER, 1)
-    assert isinstance(bound, Bound)
-    assert bound.batch.max_age == 1
-    commit(store, bound.batch)
+    bound = store.part(TRAINER, 1)
+    assert isinstance(bound, PartBound)
+    assert bound.part.max_age == 1
+    commit(store, bound.part)
     assert store.audit().ages == {0: 2 * BATCH * GROUP, 1: 3 * BATCH * GROUP}

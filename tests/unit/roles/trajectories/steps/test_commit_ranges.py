@@ -43,7 +43,7 @@ def test_steps_up_to_the_next_checkpoint_and_beside_its_write_are_bound(tmp_path
     batches = _bound(store, 3 + most)
     generate(store)
     score(store)
-    assert store.batch(TRAINER, 4 + most) == NotReady()
+    assert store.part(TRAINER, 4 + most) == NotReady()
     reason = "the trainer waits for the commit of one of the steps 1 to 3: me.commit(step, files) has not been called"
     assert str(store.wait_reason(4 + most)).startswith(reason)
     store = open_store(tmp_path, keep_uncommitted=most, checkpoint_every=3)
@@ -106,7 +106,7 @@ def test_retained_commits_and_batches_are_bounded_if_commits_have_several_steps(
         batches = [_bound_step(store, number) for number in range(first, first + 3)]
         commit(store, batches[2], earlier=batches[:2])
     assert sorted(store.commit_status.folders) == [12, 15]
-    assert isinstance(store.batch(TRAINER, 13), Denied)
+    assert isinstance(store.part(TRAINER, 13), Denied)
     assert bind(store, 14).number == 14
     again = open_store(tmp_path, checkpoint_every=3, retained_commits=2)
     assert again.commit_status == store.commit_status

@@ -16,7 +16,6 @@ from rrl.roles.trajectories.durable.records import FIRST_EVALUATED, EvaluationFi
 from rrl.roles.trajectories.steps.evaluations import RESEND_S, EvaluationReports, EvaluationSettings
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-    Bound,
     Denied,
     Done,
     Item,
@@ -134,7 +133,7 @@ def test_trainer_gets_no_data_of_the_next_step_before_the_evaluation_is_over(tmp
     store = open_store(tmp_path)
 
     def request() -> object:
-        return store.part(TRAINER, 1, 0) if stream else store.batch(TRAINER, 1)
+        return store.part(TRAINER, 1, 0) if stream else store.part(TRAINER, 1)
 
     generate(store)
     score(store)
@@ -146,7 +145,7 @@ def test_trainer_gets_no_data_of_the_next_step_before_the_evaluation_is_over(tmp
     assert request() == NotReady()
     assert store.wait_reason(1) == "the trainer waits for the evaluation of step 0: 5 of 6 answers are scored"
     score(store)
-    assert isinstance(request(), Bound | PartBound)
+    assert isinstance(request(), PartBound)
     assert store.wait_reason(1) is None
 
 
@@ -157,7 +156,7 @@ def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
     publish(store, 1)
     train(store, 2)
     assert list(store.evaluations.results) == [0]
-    assert store.batch(TRAINER, 3) == NotReady()
+    assert store.part(TRAINER, 3) == NotReady()
     evaluate(store, 2)
     train(store, 3)
     train(store, 4)
@@ -236,13 +235,13 @@ def test_result_counts_once_its_step_is_committed(tmp_path: Path) -> None:
     assert list(store.evaluations.results) == [0], "the result of a step counts before the step is committed"
     generate(store, weights=2)
     score(store)
-    assert isinstance(store.batch(TRAINER, 3), Bound), "the trainer has to wait for the result of an evaluation"
+    assert isinstance(store.part(TRAINER, 3), PartBound), "the trainer has to wait for the result of an evaluation"
     store.update_membership([*(one for one in ALL if one != TRAINER), NEXT])
-    assert store.batch(NEXT, 3) == NotReady(), "step 3 was bound before the new trainer has computed step 2 again"
+    assert store.part(NEXT, 3) == NotReady(), "step 3 was bound before the new trainer has computed step 2 again"
     evaluate(store, 2, trainer=2, reward=0.75)
     commit(store, batch, NEXT)
     assert store.evaluations.results[2].metrics["reward"] == 0.75
-    assert isinstance(store.batch(NEXT, 3), Bound)
+    assert isinstance(store.part(NEXT, 3), PartBound)
 
 
 def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: Path) -> None:
@@ -327,8 +326,8 @@ def _script(store: Store, after: Callable[[], None]) -> None:
                 after()
                 score(store, at_most=3)
                 after()
-                bound = store.batch(TRAINER, number) if number > first else None
-                batch = bound.batch if isinstance(bound, Bound) else None
+                bound = store.part(TRAINER, number) if number > first else None
+                batch = bound.part if isinstance(bound, PartBound) else None
                 if number == first:
                     break
             if batch is not None:

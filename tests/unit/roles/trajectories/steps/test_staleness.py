@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
-from rrl.roles.trajectories.batches import whole_part
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotReady, PackedBatch
+from rrl.roles.trajectories.types import CommittedState, Denied, Done, Leased, NotReady, PackedPart, PartBound
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import (
@@ -71,7 +70,7 @@ def test_groups_too_old_for_the_next_step_are_dropped_at_the_binding(tmp_path: P
     assert audit.dropped == {_too_old(1): 2 * SIZE}
     assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
     commit(store, bind(store, 1))
-    assert store.batch(TRAINER, 3) == NotReady()
+    assert store.part(TRAINER, 3) == NotReady()
     generate(store, weights=1)
     score(store)
     assert {v.step for t in bind(store, 3).trajectories for v in t.versions} == {1}
@@ -89,7 +88,7 @@ def test_token_of_the_maximum_age_is_trained_and_one_version_older_is_not(tmp_pa
         commit(store, bind(store, number))
     denied = store.append(ROLLOUT, [segment(t) for t in range(first + SIZE, first + 2 * SIZE)])
     assert isinstance(denied, Denied)
-    assert store.batch(TRAINER, most + 2) == NotReady()
+    assert store.part(TRAINER, most + 2) == NotReady()
 
 
 def test_one_old_token_drops_its_whole_group_and_no_other(tmp_path: Path) -> None:
@@ -253,14 +252,14 @@ def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path:
     store = open_store(tmp_path, staleness=most, max_ahead_batches=ahead)
     for number in range(1, 6):
         for _ in range(2 * SIZE):
-            if isinstance(answer := store.batch(TRAINER, number), Bound):
+            if isinstance(answer := store.part(TRAINER, number), PartBound):
                 break
             for item in lease(store, at_most=1, weights=number - 1):
                 for offset in range(MAX_NEW - item.max_new, MAX_NEW):
                     assert store.append(ROLLOUT, [segment(item.trajectory, offset, (5,), number - 1)]) == Done()
             score(store)
-        assert isinstance(answer, Bound)
-        commit(store, answer.batch)
+        assert isinstance(answer, PartBound)
+        commit(store, answer.part)
     assert store.audit().dropped == {}
 
 
@@ -274,7 +273,7 @@ class _Run:
         self.weights = {"rollout/0": 0, "rollout/1": 0}
         self.hands: dict[Incarnation, dict[int, int]] = {}
         self.published = 0
-        self.batches: dict[int, PackedBatch] = {}
+        self.batches: dict[int, PackedPart] = {}
         self.store = self.open()
 
     def members(self) -> list[Incarnation]:
@@ -315,12 +314,12 @@ class _Run:
     def bind(self) -> bool:
         """Let the trainer request its next batch, train it and publish. Return whether it got a batch."""
         who, number = incarnation_of("trainer/0", self.incarnations["trainer/0"]), self.published + 1
-        answer = self.store.batch(who, number)
-        if not isinstance(answer, Bound):
+        answer = self.store.part(who, number)
+        if not isinstance(answer, PartBound):
             assert answer == NotReady()
             return False
-        assert self.batches.setdefault(number, answer.batch) == answer.batch
-        oldest = min(step for each in answer.batch.trajectories for _, step, _ in each.runs)
+        assert self.batches.setdefault(number, answer.part) == answer.part
+        oldest = min(step for each in answer.part.trajectories for _, step, _ in each.runs)
         assert oldest >= number - 1 - self.staleness
         self.published = number
         return True
@@ -386,10 +385,10 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
     run.store.close()
 
 
-def _metrics(batch: PackedBatch, staleness: int | None) -> dict[str, float]:
+def _metrics(batch: PackedPart, staleness: int | None) -> dict[str, float]:
     """Return the metrics of a batch as the trainer reports them."""
     steps = UncommittedSteps(staleness)
-    steps.add(whole_part(batch))
+    steps.add(batch)
     return steps.get(batch.number).metrics
 
 
@@ -402,12 +401,12 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     commit(store, bind(store, 1))
     assert store.append(ROLLOUT, [segment(t, 1, (6, 1), 1) for t in items[SIZE:]], items[SIZE:]) == Done()
     score(store)
-    answer = store.batch(TRAINER, 2)
-    assert isinstance(answer, Bound)
+    answer = store.part(TRAINER, 2)
+    assert isinstance(answer, PartBound)
     ages = {"reward": 1.0, "parts": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
-    assert _metrics(answer.batch, None) == ages
-    assert _metrics(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
-    stale = msgspec.structs.replace(answer.batch, stale=BATCH)
+    assert _metrics(answer.part, None) == ages
+    assert _metrics(answer.part, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
+    stale = msgspec.structs.replace(answer.part, stale=BATCH)
     assert _metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
     assert store.audit().max_age == 0, "tokens of a step that is not committed count"
     commit(store, bind(store, 2))
