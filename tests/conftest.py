@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
 # removed, because pytest-xdist sets it, and rrl would wrap output that goes to no terminal
 os.environ.pop("COLUMNS", None)
-os.environ.pop("RRL_RUNS_DIR", None)  # removed, so that no test acts on the developer's own runs
+os.environ.pop(RUNS_ENV, None)  # removed, so that no test acts on the developer's own runs
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
@@ -62,6 +63,15 @@ LONG_FILES = (
 one worker: a long file that starts last leaves the other workers without work."""
 _TOGETHER = "tests/unit/roles/trainer/"
 """Folder whose files go to one worker, because they fork trainer processes from a process that has loaded torch."""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of all runs of the commands that the test calls; it is empty."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    monkeypatch.setenv(RUNS_ENV, str(runs))
+    return runs
 
 
 def pytest_sessionstart() -> None:

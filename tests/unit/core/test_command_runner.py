@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from rrl.core.command_runner import CommandResult, run, run_async, run_coroutine
 from rrl.core.processes import read_process
+from rrl.tests.support.listening_manager import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -173,10 +173,7 @@ def _pids_at_the_deadline(
 
 
 def _expect_ended(pid: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while read_process(pid) is not None:
-        assert time.monotonic() < deadline, f"process {pid} is still running"
-        time.sleep(0.01)
+    wait_until(lambda: read_process(pid) is None, f"process {pid} is still running")
 
 
 def test_coroutine_completes_within_a_running_event_loop() -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rrl.tests.support.listening_manager import eventually, wait_until
 from rrl.tests.support.security import attacks
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import (
@@ -41,13 +41,6 @@ from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRunti
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.tcp import listen
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ── reads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +105,7 @@ def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) ->
         claim, into = BufferClaim(), memoryview(bytearray(SLOT_BYTES))
         landing = threading.Thread(target=reads.read_into, args=(remote, stopped.address, into, claim))
         landing.start()
-        until(lambda: len(reads._slots) == 1)
+        wait_until(lambda: len(reads._slots) == 1)
         claim.revoke()
         landing.join(TIMEOUT_S)
         assert not landing.is_alive()
@@ -127,7 +120,7 @@ def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) ->
             reads._sweep()
             return reads._slots[0] in reads._free
 
-        until(swept)
+        wait_until(swept)
         assert came(reads._slots[0])  # the read continued, into a slot that no other read uses
         assert into == bytes(SLOT_BYTES)
         assert reads._remotes == {}
@@ -186,8 +179,8 @@ def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: N
         assert not landing.thread.is_alive()
         slot = reads._acquire_slot()
         os.kill(still.pid, signal.SIGCONT)
-        until(lambda: came(reads._slots[0]))
-        until(lambda: swept(reads))
+        wait_until(lambda: came(reads._slots[0]))
+        wait_until(lambda: swept(reads))
         assert slot is not reads._slots[0]
         assert slot.view == bytes(SLOT_BYTES)
         assert reads._free == [reads._slots[0]]
@@ -209,7 +202,7 @@ def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: 
             assert not thread.is_alive()
         assert len(reads._stalled) == 1
         os.kill(still.pid, signal.SIGCONT)
-        until(lambda: swept(reads))
+        wait_until(lambda: swept(reads))
         assert (reads._remotes, remote.users) == ({}, 0)
         again = reads.add_remote(still.name, still.replies)
         assert read(reads, again, still.address) == content(SLOT_BYTES)
@@ -235,7 +228,7 @@ def test_killed_peer_fails_one_read_and_the_next_peer_is_read(reads: NixlRuntime
             remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
-            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - bytes on their way may still arrive
+            wait_until(lambda: refused(reads, remote, one.address))  # noqa: B023 - bytes on their way may still arrive
             reads.release_remote(remote)
             with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
@@ -350,10 +343,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-async def come(what: Callable[[], bool]) -> None:
-    await asyncio.to_thread(until, what)
-
-
 def test_nixl_ports_accept_packets_only_while_a_member_connects() -> None:
     async def test() -> None:
         async with transport_for("nixl") as source, transport_for("nixl") as pipe:
@@ -369,7 +358,7 @@ def test_nixl_ports_accept_packets_only_while_a_member_connects() -> None:
 
             reads.set_ports_open = noted  # type: ignore[method-assign, assignment]
             await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), TIMEOUT_S)
-            await come(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
+            await eventually(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
             assert await asyncio.to_thread(deaf, reads)
 
     run(test())
@@ -405,14 +394,14 @@ def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> None:
             await idle.send(
                 protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK)
             )
-            await come(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
+            await eventually(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
             into = memoryview(bytearray(20 * CHUNK))
             await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
             assert into == content(20 * CHUNK)
             assert len(reads._slots) <= 2 * nixl._MAX_UNREAD_SLOTS
             other.disconnect(at)
             idle.abort()
-            await come(lambda: len(reads._free) == len(reads._slots))
+            await eventually(lambda: len(reads._free) == len(reads._slots))
 
     run(test())
 
@@ -505,14 +494,14 @@ def test_repeated_connections_leave_no_resources() -> None:
             async def pass_by() -> None:
                 await pipe.fetch(at, VERSION, range(CHUNK), into, TIMEOUT_S)
                 pipe.disconnect(at)
-                await come(lambda: not runtime(pipe)._remotes)
+                await eventually(lambda: not runtime(pipe)._remotes)
 
             for _ in range(5):
                 await pass_by()
             before = attacks.Footprint.of(os.getpid())
             for _ in range(30):
                 await pass_by()
-            await come(lambda: attacks.Footprint.of(os.getpid()).descriptors <= before.descriptors + 2)
+            await eventually(lambda: attacks.Footprint.of(os.getpid()).descriptors <= before.descriptors + 2)
             assert len(runtime(source)._slots) <= 2
             assert len(runtime(pipe)._slots) == 1
 
@@ -532,7 +521,7 @@ def test_slot_assigned_at_the_moment_of_an_abort_is_released() -> None:
             line.abort()
             with pytest.raises(TransportError, match="aborted"):
                 await offering
-            await come(lambda: len(reads._free) == len(reads._slots) == 1)
+            await eventually(lambda: len(reads._free) == len(reads._slots) == 1)
 
     run(test())
 
@@ -566,7 +555,7 @@ def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytes
     before = listening_addresses()
     with pytest.raises(TransportError, match="SO_ATTACH_FILTER: Operation not permitted"):
         NixlRuntime("127.0.0.1")
-    until(lambda: listening_addresses() <= before)
+    wait_until(lambda: listening_addresses() <= before)
 
 
 def test_nixl_on_an_untrusted_network_opens_no_tcp_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +30,7 @@ from rrl.cluster.slurm.readers.selection import (
 )
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.slurm_readers import fake_pyslurm
 from rrl.tests.support.slurm_readers.comparison import look, same_value
 from rrl.tests.support.slurm_readers.fake_pyslurm import CONTROL_ENV, Control, write_control
@@ -462,10 +462,7 @@ def test_process_ends_with_the_manager(control: Callable[..., None]) -> None:
         assert running is not None
         assert running.process.stdin is not None
         running.process.stdin.close()
-        deadline = time.monotonic() + 60.0
-        while running.process.returncode is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        await eventually(lambda: running.process.returncode is not None)
         assert running.process.returncode == 0
 
     by_fake(scenario)

@@ -28,6 +28,7 @@ from rrl.health.readers.isolation.client import ReaderClient, read_all
 from rrl.health.readers.samples import HostData, Reading
 from rrl.tests.support.health import readers
 from rrl.tests.support.health.readers import place
+from rrl.tests.support.listening_manager import wait_until
 
 P = ParamSpec("P")
 TIMEOUT_S = 60.0
@@ -47,14 +48,7 @@ def story(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 def nobody_is_left() -> Iterator[None]:
     before = {process.pid for process in descendants(os.getpid())}
     yield
-    until(lambda: not [one for one in descendants(os.getpid()) if one.pid not in before])
-
-
-def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not done():
-        assert time.monotonic() < deadline, f"the condition does not hold after {TIMEOUT_S:.0f} s"
-        time.sleep(_POLL_INTERVAL_S)
+    wait_until(lambda: not [one for one in descendants(os.getpid()) if one.pid not in before])
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +148,7 @@ async def test_new_process_reads_again_while_the_hung_one_still_waits(tmp_path: 
     (tmp_path / "hang").touch()
     async with isolated_reader(tmp_path, readers.Hangs, hung_timeout_s=0.5) as client:
         await first(client, reader="hangs", state="hung")
-        await asyncio.to_thread(until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
+        await asyncio.to_thread(wait_until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
         (tmp_path / "hang").unlink()
         assert count(await first(client, reader="hangs")) == 1
 
@@ -298,7 +292,7 @@ def test_all_readers_end_when_the_agent_is_killed_even_hung_ones(tmp_path: Path,
         family = [client, *(process.pid for process in descendants(client))]
         assert len(family) == 3
         agent.send_signal(number)
-    until(lambda: not [pid for pid in family if read_process(pid) is not None])
+    wait_until(lambda: not [pid for pid in family if read_process(pid) is not None])
     assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # closed before its end
 
 
@@ -310,7 +304,7 @@ def test_readers_of_a_killed_supervisor_end_by_themselves(tmp_path: Path) -> Non
         (reader,) = noted(tmp_path, "good-made")
         os.kill(agent.pid, signal.SIGSTOP)  # otherwise the agent would start a new process
         os.kill(client, signal.SIGKILL)
-        until(lambda: read_process(reader) is None)
+        wait_until(lambda: read_process(reader) is None)
         agent.kill()
     assert noted(tmp_path, "good-closed") == [reader]
 
