@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -77,6 +79,17 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pytest_sessionstart() -> None:
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function: by its fixture ``runner``, or in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    runner = pyfuncitem.funcargs.get("runner")
+    (runner.run if isinstance(runner, asyncio.Runner) else asyncio.run)(test)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

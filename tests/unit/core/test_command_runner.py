@@ -79,18 +79,16 @@ def test_command_that_ignores_sigterm_is_killed_after_its_grace(
         _expect_ended(pid)
 
 
-def test_cancelled_caller_ends_its_command(tmp_path: Path) -> None:
-    async def cancel_once_running() -> None:
-        script = f"cd {tmp_path}; echo $$ > new; mv new pids; sleep 600"
-        task = asyncio.create_task(run_async(["sh", "-c", script], TIMEOUT_S))
-        while not (tmp_path / "pids").exists():
-            assert not task.done()
-            await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
+async def test_cancelled_caller_ends_its_command(tmp_path: Path) -> None:
+    script = f"cd {tmp_path}; echo $$ > new; mv new pids; sleep 600"
+    task = asyncio.create_task(run_async(["sh", "-c", script], TIMEOUT_S))
+    while not (tmp_path / "pids").exists():
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
-    asyncio.run(cancel_once_running())
     _expect_ended(int((tmp_path / "pids").read_text()))
 
 

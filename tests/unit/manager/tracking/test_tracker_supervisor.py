@@ -130,41 +130,37 @@ def test_process_that_does_not_end_is_killed_and_the_unsent_steps_are_named(
     ]
 
 
-def test_a_process_that_is_not_running_at_the_end_of_the_run_is_started_once_more(run: RunDir) -> None:
+async def test_a_process_that_is_not_running_at_the_end_of_the_run_is_started_once_more(run: RunDir) -> None:
     passes(run, FAKE_TRACKER="fail")
 
-    async def end_between_attempts() -> None:
-        supervisor = TrackerSupervisor(run, spec())
-        supervisor.start()
-        await eventually(lambda: starts(run))
-        await supervisor._processes["tensorboard"].wait()
-        await supervisor.close(ended=True)
+    supervisor = TrackerSupervisor(run, spec())
+    supervisor.start()
+    await eventually(lambda: starts(run))
+    await supervisor._processes["tensorboard"].wait()
+    await supervisor.close(ended=True)
 
-    asyncio.run(end_between_attempts())
     modes = [line.split()[1] for line in starts(run)]
     assert (modes[0], modes[-1], modes.count(ONCE)) == (FOLLOW, ONCE, 1)
 
 
-def test_a_process_gets_only_the_variables_that_the_job_passes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_gets_only_the_variables_that_the_job_passes(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     passes(run, FAKE_TRACKER="fail", WANDB_API_KEY="y")
 
-    async def start() -> None:
-        supervisor = TrackerSupervisor(run, spec())
-        supervisor.start()
-        await eventually(lambda: starts(run))
-        await supervisor.close(ended=False)
+    supervisor = TrackerSupervisor(run, spec())
+    supervisor.start()
+    await eventually(lambda: starts(run))
+    await supervisor.close(ended=False)
 
-    asyncio.run(start())
     assert "WANDB_API_KEY" in starts(run)[0]
     assert "AWS_SECRET_ACCESS_KEY" not in starts(run)[0]
 
 
-def test_job_without_trackers_starts_no_process(run: RunDir) -> None:
-    async def start() -> None:
-        supervisor = TrackerSupervisor(run, job())
-        supervisor.start()
-        await supervisor.close(ended=True)
+async def test_job_without_trackers_starts_no_process(run: RunDir) -> None:
+    supervisor = TrackerSupervisor(run, job())
+    supervisor.start()
+    await supervisor.close(ended=True)
 
-    asyncio.run(start())
     assert not run.trackers.exists()

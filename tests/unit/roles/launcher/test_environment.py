@@ -252,7 +252,7 @@ def test_agent_sees_all_gpus_of_its_node() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_gpu_query_does_not_lose_a_cancellation() -> None:
+async def test_gpu_query_does_not_lose_a_cancellation() -> None:
     """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end.
 
     The exit of a role that ends at once would then never be reported.
@@ -262,12 +262,9 @@ def test_gpu_query_does_not_lose_a_cancellation() -> None:
         await assigned_gpus_with_timeout({})
         await asyncio.Event().wait()
 
-    async def story() -> None:
-        for turn in range(2000):
-            querying = asyncio.create_task(query())
-            for _ in range(turn % 40):
-                await asyncio.sleep(0)
-            querying.cancel()
-            assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"
-
-    asyncio.run(story())
+    for turn in range(2000):
+        querying = asyncio.create_task(query())
+        for _ in range(turn % 40):
+            await asyncio.sleep(0)
+        querying.cancel()
+        assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"

@@ -343,44 +343,35 @@ def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., Non
         ({"import_behaviour": "die"}, False, "pyslurm does not start: the process of pyslurm ended with "),
     ],
 )
-def test_auto_takes_pyslurm_only_if_it_starts_and_fits_the_version(
+async def test_auto_takes_pyslurm_only_if_it_starts_and_fits_the_version(
     control: Callable[..., None], settings: dict[str, str], uses_pyslurm: bool, reason: str
 ) -> None:
     control(**settings)
 
-    async def scenario() -> None:
-        choice = await choose_reader("auto", recorded_commands("22.05", "settled"), LIMITS, FAKE)
-        await choice.reader.close()
-        assert isinstance(choice.reader, PyslurmReader) == uses_pyslurm, choice.reason
-        assert reason in choice.reason
-        assert choice.rejected != uses_pyslurm
-
-    asyncio.run(scenario())
+    choice = await choose_reader("auto", recorded_commands("22.05", "settled"), LIMITS, FAKE)
+    await choice.reader.close()
+    assert isinstance(choice.reader, PyslurmReader) == uses_pyslurm, choice.reason
+    assert reason in choice.reason
+    assert choice.rejected != uses_pyslurm
 
 
-def test_import_that_hangs_is_given_up(control: Callable[..., None]) -> None:
+async def test_import_that_hangs_is_given_up(control: Callable[..., None]) -> None:
     control(import_behaviour="hang")
 
-    async def scenario() -> None:
-        child = PyslurmChild(FAKE, start_timeout_s=0.5)
-        with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
-            await child.version()
-        assert child.pid is None
-
-    asyncio.run(scenario())
+    child = PyslurmChild(FAKE, start_timeout_s=0.5)
+    with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
+        await child.version()
+    assert child.pid is None
 
 
-def test_commands_are_used_if_pyslurm_is_absent_or_not_wanted(control: Callable[..., None]) -> None:
+async def test_commands_are_used_if_pyslurm_is_absent_or_not_wanted(control: Callable[..., None]) -> None:
     commands = recorded_commands("22.05", "settled")
 
-    async def scenario() -> None:
-        absent = await choose_reader("auto", commands, LIMITS, "no_such_module")
-        unwanted = await choose_reader("commands", commands, LIMITS, FAKE)
-        assert (absent.reader, unwanted.reader) == (commands, commands)
-        assert not absent.rejected
-        assert "is not installed" in absent.reason
-
-    asyncio.run(scenario())
+    absent = await choose_reader("auto", commands, LIMITS, "no_such_module")
+    unwanted = await choose_reader("commands", commands, LIMITS, FAKE)
+    assert (absent.reader, unwanted.reader) == (commands, commands)
+    assert not absent.rejected
+    assert "is not installed" in absent.reason
 
 
 def test_setting_pyslurm_takes_it_without_asking_for_slurms_version(control: Callable[..., None]) -> None:
