@@ -76,6 +76,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return runs
 
 
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """Return an event loop for the test and the fixtures that it shares the loop with."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
 def pytest_sessionstart() -> None:
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))

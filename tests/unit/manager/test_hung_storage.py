@@ -125,7 +125,7 @@ async def test_witnessed_end_counts_once_its_exit_record_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
-    standing.handle(WANTED)
+    await standing.handle_now(WANTED, b"peer")
     monkeypatch.setattr(hearing_module, "EXIT_RECORD_READ_TIMEOUT_S", 0.05)
     storage.hangs(hearing_module, "read_exit", monkeypatch)
 

@@ -5,6 +5,7 @@ An export changes nothing else in the run.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -109,37 +110,40 @@ def _published(run: RunDir, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied float32", "tied bfloat16"])
-async def test_exported_weights_are_those_published_for_the_step_bit_for_bit(
+def test_exported_weights_are_those_published_for_the_step_bit_for_bit(
     tmp_path: Path, processes: ForkServerContext, world: int, tied: bool
 ) -> None:
     model: dict[str, Any] | None = None
     if tied:
         model = {"path": str(folders.tied_llama(tmp_path / "llama")), "dtype": "bfloat16"}
 
-    async with Stage(tmp_path / "run", processes, world=world, steps=2, model=model).open() as stage:
-        run, spec = stage.lab.run, stage.job.model
-        (run.path / PUBLISHED).mkdir()
-        assert await stage.live() == [0] * world, stage.logs()
-        before = sorted(path.name for path in run.path.iterdir())
-        newest = export_checkpoint(run, None, tmp_path / "models" / "newest")
-        assert (newest.run, newest.step, newest.dtype) == (run.id, 2, spec.dtype)
-        export_checkpoint(run, 1, tmp_path / "models" / "first")
-        assert sorted(path.name for path in run.path.iterdir()) == before
-    first, second = _exported(tmp_path / "models" / "first"), _exported(Path(newest.folder))
-    assert not _same(first, second)
-    assert _same(first, _published(run, 1))
-    assert _same(second, _published(run, 2))
-    assert ("lm_head.weight" in second) is not tied
+    async def story() -> None:
+        async with Stage(tmp_path / "run", processes, world=world, steps=2, model=model).open() as stage:
+            run, spec = stage.lab.run, stage.job.model
+            (run.path / PUBLISHED).mkdir()
+            assert await stage.live() == [0] * world, stage.logs()
+            before = sorted(path.name for path in run.path.iterdir())
+            newest = export_checkpoint(run, None, tmp_path / "models" / "newest")
+            assert (newest.run, newest.step, newest.dtype) == (run.id, 2, spec.dtype)
+            export_checkpoint(run, 1, tmp_path / "models" / "first")
+            assert sorted(path.name for path in run.path.iterdir()) == before
+        first, second = _exported(tmp_path / "models" / "first"), _exported(Path(newest.folder))
+        assert not _same(first, second)
+        assert _same(first, _published(run, 1))
+        assert _same(second, _published(run, 2))
+        assert ("lm_head.weight" in second) is not tied
 
-    loaded = AutoModelForCausalLM.from_pretrained(newest.folder, dtype="auto").eval()
-    own = skeleton(spec, open_tokenizer(spec).size, compute_dtype(spec))
-    materialise(own, torch.device("cpu"))
-    load_weights(own, _published(run, 2).items())
-    tokens = torch.tensor([[2, 3, 4, 5]])
-    with torch.no_grad():
-        assert loaded.dtype == compute_dtype(spec)
-        assert torch.equal(loaded(tokens).logits, own(input_ids=tokens).logits)
-    assert AutoTokenizer.from_pretrained(newest.folder).encode("12") == list(open_tokenizer(spec).prompt("12"))
+        loaded = AutoModelForCausalLM.from_pretrained(newest.folder, dtype="auto").eval()
+        own = skeleton(spec, open_tokenizer(spec).size, compute_dtype(spec))
+        materialise(own, torch.device("cpu"))
+        load_weights(own, _published(run, 2).items())
+        tokens = torch.tensor([[2, 3, 4, 5]])
+        with torch.no_grad():
+            assert loaded.dtype == compute_dtype(spec)
+            assert torch.equal(loaded(tokens).logits, own(input_ids=tokens).logits)
+        assert AutoTokenizer.from_pretrained(newest.folder).encode("12") == list(open_tokenizer(spec).prompt("12"))
+
+    asyncio.run(story())
 
 
 def test_note_names_the_step_and_files_that_the_folder_was_made_from(made: CommittedRun, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ One member dies.
 
 from __future__ import annotations
 
+import asyncio
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -39,32 +40,38 @@ def _apart_from_files(end: End) -> End:
 
 @pytest.mark.long  # test_streaming_gang.py has a gang of this kind that trains in parts
 @pytest.mark.parametrize(("world", "snapshots"), [(2, False), (1, False), (2, True)])
-async def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
+def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death(
     tmp_path: Path, processes: ForkServerContext, llama: dict[str, Any], world: int, snapshots: bool
 ) -> None:
     def staged(name: str) -> Stage:
         model = llama | {"dtype": "bfloat16"}
         return Stage(tmp_path / name, processes, world=world, steps=2, snapshots=snapshots, model=model, **_ALL_OF_IT)
 
-    async with staged("whole").open() as stage:
-        assert await stage.live() == [0] * world, stage.logs()
-        expected = end_of(stage)
-    async with staged("killed").open() as stage:
-        await dies(stage, SEALED if snapshots else "after the commit", 1)
-        assert await stage.live() == [0] * world, stage.logs()
-        from_step_1 = "the snapshot of step 1 (committed: step 0)" if snapshots else "the commit of step 1"
-        assert goes_on_from(stage) == from_step_1
-        assert _apart_from_files(end_of(stage)) == _apart_from_files(expected)
+    async def story() -> None:
+        async with staged("whole").open() as stage:
+            assert await stage.live() == [0] * world, stage.logs()
+            expected = end_of(stage)
+        async with staged("killed").open() as stage:
+            await dies(stage, SEALED if snapshots else "after the commit", 1)
+            assert await stage.live() == [0] * world, stage.logs()
+            from_step_1 = "the snapshot of step 1 (committed: step 0)" if snapshots else "the commit of step 1"
+            assert goes_on_from(stage) == from_step_1
+            assert _apart_from_files(end_of(stage)) == _apart_from_files(expected)
+
+    asyncio.run(story())
 
 
 @pytest.mark.long
-async def test_two_members_with_a_folders_model_reach_the_weights_of_one_process(
+def test_two_members_with_a_folders_model_reach_the_weights_of_one_process(
     tmp_path: Path, processes: ForkServerContext, llama: dict[str, Any]
 ) -> None:
-    ends = []
-    for world in (1, 2):
-        staged = Stage(tmp_path / str(world), processes, world=world, steps=2, model=llama, **_ALL_OF_IT)
-        async with staged.open() as stage:
-            assert await stage.live() == [0] * world, stage.logs()
-            ends.append(end_of(stage))
-    assert ends[0].distance(ends[1]) < 1e-5
+    async def story() -> None:
+        ends = []
+        for world in (1, 2):
+            staged = Stage(tmp_path / str(world), processes, world=world, steps=2, model=llama, **_ALL_OF_IT)
+            async with staged.open() as stage:
+                assert await stage.live() == [0] * world, stage.logs()
+                ends.append(end_of(stage))
+        assert ends[0].distance(ends[1]) < 1e-5
+
+    asyncio.run(story())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rrl.tests.support.roles.trainer.stage import GANG, Stage
 pytestmark = pytest.mark.torch
 
 
-async def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batches(
+def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batches(
     tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Incarnation, int, int | None]] = []
@@ -34,14 +35,17 @@ async def test_two_members_with_parts_reach_the_weights_of_one_process_with_whol
 
     monkeypatch.setattr(Store, "bind", counted)
 
-    whole = await undisturbed(tmp_path / "whole", processes, 1, 3)
-    asked.clear()
-    parts = await undisturbed(tmp_path / "parts", processes, 2, 3, stream=True, micro_batch=2)
-    assert {incarnation.replica for incarnation, *_ in asked} == {GANG}
-    assert sorted({(number, index) for _, number, index in asked}) == [
-        (number, index) for number in (1, 2, 3) for index in (0, 1, 2)
-    ]
-    assert 0 < whole.distance(parts) < 1e-5
+    async def story() -> None:
+        whole = await undisturbed(tmp_path / "whole", processes, 1, 3)
+        asked.clear()
+        parts = await undisturbed(tmp_path / "parts", processes, 2, 3, stream=True, micro_batch=2)
+        assert {incarnation.replica for incarnation, *_ in asked} == {GANG}
+        assert sorted({(number, index) for _, number, index in asked}) == [
+            (number, index) for number in (1, 2, 3) for index in (0, 1, 2)
+        ]
+        assert 0 < whole.distance(parts) < 1e-5
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
@@ -52,27 +56,33 @@ async def test_two_members_with_parts_reach_the_weights_of_one_process_with_whol
         pytest.param(2, 0, SHARED, marks=pytest.mark.long),
     ],
 )
-async def test_trainer_killed_after_a_part_ends_bit_equal_to_one_that_was_not(
+def test_trainer_killed_after_a_part_ends_bit_equal_to_one_that_was_not(
     tmp_path: Path, processes: ForkServerContext, world: int, rank: int, moment: str
 ) -> None:
-    expected = await undisturbed(tmp_path / "whole", processes, world, 3, stream=True)
-    async with Stage(tmp_path / "killed", processes, world=world, steps=3, stream=True).open() as stage:
-        await dies(stage, moment, 3, rank)
-        assert await stage.live() == [0] * world, stage.logs()
-        assert goes_on_from(stage) in ("the commit of step 1", "the commit of step 2")
-        assert end_of(stage) == expected
+    async def story() -> None:
+        expected = await undisturbed(tmp_path / "whole", processes, world, 3, stream=True)
+        async with Stage(tmp_path / "killed", processes, world=world, steps=3, stream=True).open() as stage:
+            await dies(stage, moment, 3, rank)
+            assert await stage.live() == [0] * world, stage.logs()
+            assert goes_on_from(stage) in ("the commit of step 1", "the commit of step 2")
+            assert end_of(stage) == expected
+
+    asyncio.run(story())
 
 
-async def test_snapshot_of_a_step_in_parts_is_restored_and_its_commit_finished(
+def test_snapshot_of_a_step_in_parts_is_restored_and_its_commit_finished(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    expected = await undisturbed(tmp_path / "whole", processes, 2, 3, stream=True)
-    killed = Stage(tmp_path / "killed", processes, world=2, steps=3, stream=True, snapshots=True)
-    async with killed.open() as stage:
-        await dies(stage, SEALED, 2, rank=1)
-        assert await stage.live() == [0, 0], stage.logs()
-        assert goes_on_from(stage) == "the snapshot of step 2 (committed: step 1)"
-        assert end_of(stage) == expected
+    async def story() -> None:
+        expected = await undisturbed(tmp_path / "whole", processes, 2, 3, stream=True)
+        killed = Stage(tmp_path / "killed", processes, world=2, steps=3, stream=True, snapshots=True)
+        async with killed.open() as stage:
+            await dies(stage, SEALED, 2, rank=1)
+            assert await stage.live() == [0, 0], stage.logs()
+            assert goes_on_from(stage) == "the snapshot of step 2 (committed: step 1)"
+            assert end_of(stage) == expected
+
+    asyncio.run(story())
 
 
 def _apart_from_files(end: End) -> End:
@@ -81,7 +91,7 @@ def _apart_from_files(end: End) -> End:
     return End(end.tensors, [msgspec.msgpack.encode(each | {"reference": None}) for each in rest])
 
 
-async def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death_between_parts(
+def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death_between_parts(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
     model = {"path": str(folders.tied_llama(tmp_path / "llama")), "dtype": "bfloat16"}
@@ -90,37 +100,43 @@ async def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death_bet
     def staged(name: str) -> Stage:
         return Stage(tmp_path / name, processes, world=2, steps=2, stream=True, model=model, **settings)
 
-    async with staged("whole").open() as stage:
-        assert await stage.live() == [0, 0], stage.logs()
-        expected = _apart_from_files(end_of(stage))
-    async with staged("killed").open() as stage:
-        await dies(stage, AFTER_A_PART, 2)
-        assert await stage.live() == [0, 0], stage.logs()
-        assert _apart_from_files(end_of(stage)) == expected
+    async def story() -> None:
+        async with staged("whole").open() as stage:
+            assert await stage.live() == [0, 0], stage.logs()
+            expected = _apart_from_files(end_of(stage))
+        async with staged("killed").open() as stage:
+            await dies(stage, AFTER_A_PART, 2)
+            assert await stage.live() == [0, 0], stage.logs()
+            assert _apart_from_files(end_of(stage)) == expected
+
+    asyncio.run(story())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("uncommitted", [1, 2])
 @pytest.mark.parametrize("snapshots", [False, True])
-async def test_trainer_killed_repeatedly_between_and_in_parts_ends_bit_equal(
+def test_trainer_killed_repeatedly_between_and_in_parts_ends_bit_equal(
     tmp_path: Path, processes: ForkServerContext, world: int, uncommitted: int, snapshots: bool
 ) -> None:
-    moments = (AFTER_A_PART, *MOMENTS, AFTER_A_PART, SEALED)
-    steps = len(moments) + 2
-    whole = await undisturbed(tmp_path / "whole", processes, world, steps, stream=True)
-    killed = Stage(
-        tmp_path / "killed",
-        processes,
-        world=world,
-        steps=steps,
-        snapshots=snapshots,
-        uncommitted=uncommitted,
-        stream=True,
-    )
-    async with killed.open() as stage:
-        for step, moment in enumerate(moments, start=1):
-            await dies(stage, moment, step, rank=0 if "commit" in moment else step % world)
-            assert step - (stage.committed or 0) - 1 <= uncommitted, stage.logs()
-        assert await stage.live() == [0] * world, stage.logs()
-        assert end_of(stage) == whole
+    async def story() -> None:
+        moments = (AFTER_A_PART, *MOMENTS, AFTER_A_PART, SEALED)
+        steps = len(moments) + 2
+        whole = await undisturbed(tmp_path / "whole", processes, world, steps, stream=True)
+        killed = Stage(
+            tmp_path / "killed",
+            processes,
+            world=world,
+            steps=steps,
+            snapshots=snapshots,
+            uncommitted=uncommitted,
+            stream=True,
+        )
+        async with killed.open() as stage:
+            for step, moment in enumerate(moments, start=1):
+                await dies(stage, moment, step, rank=0 if "commit" in moment else step % world)
+                assert step - (stage.committed or 0) - 1 <= uncommitted, stage.logs()
+            assert await stage.live() == [0] * world, stage.logs()
+            assert end_of(stage) == whole
+
+    asyncio.run(story())
