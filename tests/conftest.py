@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.support.listening_manager import Lab, lab
 from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
@@ -74,6 +75,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runs.mkdir()
     monkeypatch.setenv(RUNS_ENV, str(runs))
     return runs
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[Lab]:
+    """Return a run directory with keys, for tests of launchers and agents."""
+    with lab(tmp_path) as at:
+        yield at
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, Launch
 from rrl.core.processes import read_process
 from rrl.core.types import NodeName, Resources
-from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually, lab
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually
 from rrl.tests.support.local_cluster import crash, processes_on
 from rrl.transport.messages import AdmissionRequest, AgentHeartbeat, AgentHello, StepExit
 
@@ -49,12 +49,6 @@ def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = Fal
         overlap=agent,
         agent=agent,
     )
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[Lab]:
-    with lab(tmp_path) as at:
-        yield at
 
 
 @pytest.fixture
