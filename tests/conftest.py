@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.support.listening_manager import Lab, lab
 from rrl.tests.support.slurm import netns
 from rrl.tests.support.slurm.lab import SlurmLab, missing
 from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
 # removed, because pytest-xdist sets it, and rrl would wrap output that goes to no terminal
 os.environ.pop("COLUMNS", None)
-os.environ.pop("RRL_RUNS_DIR", None)  # removed, so that no test acts on the developer's own runs
+os.environ.pop(RUNS_ENV, None)  # removed, so that no test acts on the developer's own runs
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
@@ -64,9 +68,43 @@ _TOGETHER = "tests/unit/roles/trainer/"
 """Folder whose files go to one worker, because they fork trainer processes from a process that has loaded torch."""
 
 
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of all runs of the commands that the test calls; it is empty."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    monkeypatch.setenv(RUNS_ENV, str(runs))
+    return runs
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[Lab]:
+    """Return a run directory with keys, for tests of launchers and agents."""
+    with lab(tmp_path) as at:
+        yield at
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    """Return an event loop for the test and the fixtures that it shares the loop with."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
 def pytest_sessionstart() -> None:
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function: by its fixture ``runner``, or in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    runner = pyfuncitem.funcargs.get("runner")
+    (runner.run if isinstance(runner, asyncio.Runner) else asyncio.run)(test)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -264,7 +264,7 @@ def test_submission_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ── address of the manager ─────────────────────────────────────────────────────────────────────────────────────────
-def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
+async def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run: RunDir) -> None:
     """A worker sends nothing to a wrong address, and finds its manager later.
 
     manager.json first names a port without a listener, then the manager of another run. Then it is torn, and at last it
@@ -272,25 +272,22 @@ def test_worker_sends_nothing_to_a_wrong_address_and_finds_its_manager_later(run
     """
     keys, incarnation = RunKeys.load(run.keys), Incarnation(ReplicaId("rollout/0"), 1)
 
-    async def story() -> None:
-        foreign = await Listener.open(RunKeys.make(), ToManager, epoch=1)
-        mine = await Listener.open(keys, ToManager, epoch=1)
-        dialer = Dialer(keys, FromManager, lambda: Address.read(run.manager), lambda: [Goodbye(incarnation)])
-        run.manager.write_text('{"epoch": 1, "endpoint": "tcp://127.0.0.1:1"}')
-        dialling = asyncio.create_task(dialer.run())
-        await asyncio.sleep(0)
-        run.manager.write_bytes(msgspec.json.encode(foreign.address))
-        await eventually(lambda: foreign.refused)
-        assert not dialer.connected
-        run.manager.write_bytes(msgspec.json.encode(mine.address)[:20])
-        await eventually(lambda: foreign.refused > 1)
-        run.manager.write_bytes(msgspec.json.encode(mine.address))
-        assert (await asyncio.wait_for(mine.receive(), TIMEOUT_S)).message == Goodbye(incarnation)
-        for each in (dialer, mine, foreign):
-            await each.close()
-        await dialling
-
-    asyncio.run(story())
+    foreign = await Listener.open(RunKeys.make(), ToManager, epoch=1)
+    mine = await Listener.open(keys, ToManager, epoch=1)
+    dialer = Dialer(keys, FromManager, lambda: Address.read(run.manager), lambda: [Goodbye(incarnation)])
+    run.manager.write_text('{"epoch": 1, "endpoint": "tcp://127.0.0.1:1"}')
+    dialling = asyncio.create_task(dialer.run())
+    await asyncio.sleep(0)
+    run.manager.write_bytes(msgspec.json.encode(foreign.address))
+    await eventually(lambda: foreign.refused)
+    assert not dialer.connected
+    run.manager.write_bytes(msgspec.json.encode(mine.address)[:20])
+    await eventually(lambda: foreign.refused > 1)
+    run.manager.write_bytes(msgspec.json.encode(mine.address))
+    assert (await asyncio.wait_for(mine.receive(), TIMEOUT_S)).message == Goodbye(incarnation)
+    for each in (dialer, mine, foreign):
+        await each.close()
+    await dialling
 
 
 def test_ended_run_is_readable_without_any_file_of_a_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import AdmissionRequest, Admitted, ToManager
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """Deadline of one wait (s), which only a broken build reaches."""
 _T = TypeVar("_T")
 
@@ -36,11 +36,11 @@ async def eventually(condition: Callable[[], _T | None], description: str = "it"
     return result
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object], failure_text: str = "it did not come") -> None:
     """Wait as :func:`eventually` does, for tests without an event loop."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, failure_text
         time.sleep(0.01)
 
 

@@ -6,9 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
@@ -33,7 +32,6 @@ SECRET = b"s" * 32
 CHUNK = 2**20
 SIZE = 12 * CHUNK + 1234
 CHUNKS = 13
-Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 def calm() -> AdaptiveTimeout:

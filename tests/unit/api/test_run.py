@@ -321,25 +321,23 @@ class FakeManager:
         return list(self.run.mailbox.glob("[!.]*.json"))
 
 
-def test_cancel_and_restart_return_once_the_manager_has_carried_them_out(root: Path) -> None:
+async def test_cancel_and_restart_return_once_the_manager_has_carried_them_out(root: Path) -> None:
     manager = FakeManager(Story(RUN).works(), root)
 
-    async def both() -> None:
-        run = rrl.run(RUN)
-        restart = asyncio.create_task(asyncio.to_thread(run.restart, "rollout/0"))
-        command = await asyncio.to_thread(manager.takes_a_command, lambda story: story.recovers("rollout/0"))
-        assert (command["command"], command["target"]) == ("restart", "rollout/0")
-        await restart
-        cancel = asyncio.create_task(asyncio.to_thread(run.cancel))
-        command = await asyncio.to_thread(manager.takes_a_command, lambda story: story.ends(Outcome.CANCELLED, "me"))
-        assert command["command"] == "cancel"
-        await cancel
-        assert run.state().outcome == "cancelled"
-        run.cancel()  # the run has ended, so that no command is sent
-        with pytest.raises(rrl.UsageError, match=f"^{RUN} has ended \\(cancelled\\); to continue it: rrl resume"):
-            run.restart("rollout/0")
+    run = rrl.run(RUN)
+    restart = asyncio.create_task(asyncio.to_thread(run.restart, "rollout/0"))
+    command = await asyncio.to_thread(manager.takes_a_command, lambda story: story.recovers("rollout/0"))
+    assert (command["command"], command["target"]) == ("restart", "rollout/0")
+    await restart
+    cancel = asyncio.create_task(asyncio.to_thread(run.cancel))
+    command = await asyncio.to_thread(manager.takes_a_command, lambda story: story.ends(Outcome.CANCELLED, "me"))
+    assert command["command"] == "cancel"
+    await cancel
+    assert run.state().outcome == "cancelled"
+    run.cancel()  # the run has ended, so that no command is sent
+    with pytest.raises(rrl.UsageError, match=f"^{RUN} has ended \\(cancelled\\); to continue it: rrl resume"):
+        run.restart("rollout/0")
 
-    asyncio.run(both())
     assert not list(manager.run.mailbox.iterdir())
 
 

@@ -22,7 +22,7 @@ from rrl.cli import commands, main
 from rrl.cli.commands import command_group
 from rrl.cli.common.output import program
 from rrl.config.job.schema import Job
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ManagerSpec, RunSpec
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
@@ -48,12 +48,6 @@ COMMANDS = (
     "schema",
     "completion",
 )
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
-    return tmp_path / "runs"
 
 
 @pytest.fixture
@@ -367,7 +361,7 @@ def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
     assert 'walltime = "1d"' in shown
     assert "rrl.roles.trainer.main" in shown
     assert shown.endswith("its task was not tried (--no-task); nothing was submitted\n")
-    assert not root.exists()
+    assert list(root.iterdir()) == []
 
 
 def test_check_as_json_has_the_resolved_job_and_the_plan(job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,7 +380,7 @@ def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
     reported = capsys.readouterr().err
     assert "'nodes' is reserved" in reported
     assert reported.count("\n") == 1
-    assert not root.exists()
+    assert list(root.iterdir()) == []
 
 
 def test_invalid_spec_is_reported_line_by_line(root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:

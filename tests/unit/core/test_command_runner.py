@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from rrl.core.command_runner import CommandResult, run, run_async, run_coroutine
 from rrl.core.processes import read_process
+from rrl.tests.support.listening_manager import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -79,18 +79,16 @@ def test_command_that_ignores_sigterm_is_killed_after_its_grace(
         _expect_ended(pid)
 
 
-def test_cancelled_caller_ends_its_command(tmp_path: Path) -> None:
-    async def cancel_once_running() -> None:
-        script = f"cd {tmp_path}; echo $$ > new; mv new pids; sleep 600"
-        task = asyncio.create_task(run_async(["sh", "-c", script], TIMEOUT_S))
-        while not (tmp_path / "pids").exists():
-            assert not task.done()
-            await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
+async def test_cancelled_caller_ends_its_command(tmp_path: Path) -> None:
+    script = f"cd {tmp_path}; echo $$ > new; mv new pids; sleep 600"
+    task = asyncio.create_task(run_async(["sh", "-c", script], TIMEOUT_S))
+    while not (tmp_path / "pids").exists():
+        assert not task.done()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
-    asyncio.run(cancel_once_running())
     _expect_ended(int((tmp_path / "pids").read_text()))
 
 
@@ -173,10 +171,7 @@ def _pids_at_the_deadline(
 
 
 def _expect_ended(pid: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while read_process(pid) is not None:
-        assert time.monotonic() < deadline, f"process {pid} is still running"
-        time.sleep(0.01)
+    wait_until(lambda: read_process(pid) is None, f"process {pid} is still running")
 
 
 def test_coroutine_completes_within_a_running_event_loop() -> None:

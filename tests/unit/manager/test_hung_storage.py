@@ -91,100 +91,88 @@ async def _manager(standing: Handling, lease: Lease, listener: FakeListener) -> 
     return manager
 
 
-def test_messages_are_handled_while_the_run_directory_hangs(
+async def test_messages_are_handled_while_the_run_directory_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
     monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", 0.05)
 
-    async def live() -> None:
-        lease, line = await Lease.acquire(standing.run, PATIENCE), FakeListener()
-        manager = await _manager(standing, lease, line)
-        record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
-        standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
-        storage.hangs(hearing_module, "read_exit", monkeypatch)
-        storage.hangs(lease_module, "_file", monkeypatch)
-        _overdue(lease)
-        manager._after_poll()
-        hears = asyncio.create_task(manager._receive_loop())
-        line.deliver(WANTED)
-        line.deliver(HELLO)
-        await until(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
-        for step in range(50):
-            line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
-        await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
-        manager._after_poll()
-        assert storage.hung == 2, "more calls hang than one check for a successor and one for ended steps"
-        assert not storage.back.is_set()
-        storage.back.set()
-        await until(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
-        hears.cancel()
-        await asyncio.gather(hears, return_exceptions=True)
-
-    asyncio.run(live())
+    lease, line = await Lease.acquire(standing.run, PATIENCE), FakeListener()
+    manager = await _manager(standing, lease, line)
+    record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
+    standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
+    storage.hangs(hearing_module, "read_exit", monkeypatch)
+    storage.hangs(lease_module, "_file", monkeypatch)
+    _overdue(lease)
+    manager._after_poll()
+    hears = asyncio.create_task(manager._receive_loop())
+    line.deliver(WANTED)
+    line.deliver(HELLO)
+    await until(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
+    for step in range(50):
+        line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
+    await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
+    manager._after_poll()
+    assert storage.hung == 2, "more calls hang than one check for a successor and one for ended steps"
+    assert not storage.back.is_set()
+    storage.back.set()
+    await until(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
+    hears.cancel()
+    await asyncio.gather(hears, return_exceptions=True)
 
 
-def test_witnessed_end_counts_once_its_exit_record_can_be_read(
+async def test_witnessed_end_counts_once_its_exit_record_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     standing = Handling(tmp_path, *LAUNCHED)
-    standing.handle(WANTED)
+    await standing.handle_now(WANTED, b"peer")
     monkeypatch.setattr(hearing_module, "EXIT_RECORD_READ_TIMEOUT_S", 0.05)
     storage.hangs(hearing_module, "read_exit", monkeypatch)
 
-    async def live() -> None:
-        await standing.handle_now(msg.StepVanished(R1, STEP, N1), b"agent")
-        await standing.handle_now(HELLO, b"peer")
-        assert any(isinstance(one, msg.Welcome) for one in standing.sent)
-        assert not any(isinstance(event, ev.StepEnded) for event in standing.events)
-        storage.back.set()
-        await until(lambda: any(isinstance(event, ev.StepEnded) for event in standing.events))
-
-    asyncio.run(live())
+    await standing.handle_now(msg.StepVanished(R1, STEP, N1), b"agent")
+    await standing.handle_now(HELLO, b"peer")
+    assert any(isinstance(one, msg.Welcome) for one in standing.sent)
+    assert not any(isinstance(event, ev.StepEnded) for event in standing.events)
+    storage.back.set()
+    await until(lambda: any(isinstance(event, ev.StepEnded) for event in standing.events))
 
 
-def test_successor_found_by_a_delayed_lease_check_stops_the_manager(
+async def test_successor_found_by_a_delayed_lease_check_stops_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
     monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", 0.05)
 
-    async def live() -> None:
-        lease = await Lease.acquire(run, PATIENCE)
-        (run.epochs / "000002").touch()
-        await lease.ensure_current()  # no check is due, because the last one was a moment ago
-        storage.hangs(lease_module, "_file", monkeypatch)
-        _overdue(lease)
-        for _ in range(3):
-            await lease.ensure_current()
-        assert storage.hung == 1
-        storage.back.set()
-        assert lease._check_task is not None
-        await asyncio.wait((lease._check_task,), timeout=DEADLINE)
-        with pytest.raises(LeaseLost, match="epoch 2"):
-            await lease.ensure_current()
-
-    asyncio.run(live())
+    lease = await Lease.acquire(run, PATIENCE)
+    (run.epochs / "000002").touch()
+    await lease.ensure_current()  # no check is due, because the last one was a moment ago
+    storage.hangs(lease_module, "_file", monkeypatch)
+    _overdue(lease)
+    for _ in range(3):
+        await lease.ensure_current()
+    assert storage.hung == 1
+    storage.back.set()
+    assert lease._check_task is not None
+    await asyncio.wait((lease._check_task,), timeout=DEADLINE)
+    with pytest.raises(LeaseLost, match="epoch 2"):
+        await lease.ensure_current()
 
 
-def test_no_decision_is_made_before_the_first_lease_check_after_a_stall(
+async def test_no_decision_is_made_before_the_first_lease_check_after_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
     run = RunDir(tmp_path / RUN)
     run.create()
     monkeypatch.setattr(lease_module, "CHECK_TIMEOUT_S", DEADLINE)
 
-    async def live() -> None:
-        lease = await Lease.acquire(run, PATIENCE)
-        (run.epochs / "000002").touch()
-        storage.hangs(lease_module, "_file", monkeypatch)
-        _overdue(lease)
-        both = [asyncio.create_task(lease.ensure_current()) for _ in range(2)]
-        await until(lambda: storage.hung)
-        assert not any(task.done() for task in both)
-        storage.back.set()
-        results = await asyncio.gather(*both, return_exceptions=True)
-        assert [type(one) for one in results] == [LeaseLost, LeaseLost]
-
-    asyncio.run(live())
+    lease = await Lease.acquire(run, PATIENCE)
+    (run.epochs / "000002").touch()
+    storage.hangs(lease_module, "_file", monkeypatch)
+    _overdue(lease)
+    both = [asyncio.create_task(lease.ensure_current()) for _ in range(2)]
+    await until(lambda: storage.hung)
+    assert not any(task.done() for task in both)
+    storage.back.set()
+    results = await asyncio.gather(*both, return_exceptions=True)
+    assert [type(one) for one in results] == [LeaseLost, LeaseLost]

@@ -15,7 +15,7 @@ from rrl.api.watching.run_state import listed_states
 from rrl.cli import main
 from rrl.cluster.base import AllocationState
 from rrl.cluster.slurm.parsing import Job
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.model.actions import Finish, Why
 from rrl.manager.model.events import Decided
@@ -24,13 +24,6 @@ from rrl.tests.support.cli.story import Story, completed, job_view
 
 RUN = "small-1"
 GONE = "no manager is running"
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
-    (tmp_path / "runs").mkdir()
-    return tmp_path / "runs"
 
 
 class Squeue:

@@ -14,7 +14,7 @@ from rrl.cli import main
 from rrl.cli.run.submit import watch_until_end
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import TransportSpec
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap import start_failure as failures
@@ -24,12 +24,6 @@ from rrl.tests.support.job_toml import JOB
 
 NOWHERE = "203.0.113.0/24"
 """TEST-NET-3 (RFC 5737): a network without hosts."""
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
-    return tmp_path / "runs"
 
 
 def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:

@@ -9,7 +9,6 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.common.output import JSON_SCHEMA
-from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
 from rrl.roles.endpoint.key import EpisodeKey, decode_key
 from rrl.tests.support.cli.agent_runs import endpoint_job, written_with_endpoint
@@ -19,12 +18,6 @@ from rrl.transport.keys import RunKeys
 
 RUN = "small-7"
 URLS = ("http://10.0.0.4:4001/v1", "http://10.0.0.5:4002/v1")
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def begun() -> Story:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import LeaseHolder
@@ -16,12 +16,6 @@ from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def pending_commands(run: RunDir) -> list[Path]:

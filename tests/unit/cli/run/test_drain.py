@@ -10,7 +10,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.cluster.base import NodeState, NodeStatus
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
@@ -23,12 +23,6 @@ N3, N5 = NodeName("n3"), NodeName("n5")
 REASON = f"rrl:{RUN}:drain requested by anna: fan"
 EXCLUDED = ev.Decided(Exclude(N5, Why(("drain requested by anna: fan",)), by="anna: fan"))
 DRAIN = ev.Intended(Drain(N5, REASON, Why(("drain requested by anna: fan",))))
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def works() -> Story:

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.cli import main
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
@@ -21,12 +21,6 @@ from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def allowing(lease: float = 10.0) -> Story:

@@ -14,19 +14,12 @@ import pytest
 
 from rrl.cli import main
 from rrl.cli.run import remove
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start_failure
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.manager.storage.resume_request import ResumeRequest, write_request
 from rrl.tests.support.cli.story import BEGAN, Story, completed, job_view
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
-    (tmp_path / "runs").mkdir()
-    return tmp_path / "runs"
 
 
 def test_ended_run_is_removed_and_the_freed_space_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

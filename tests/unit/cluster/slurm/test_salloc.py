@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -31,28 +30,25 @@ def commands(folder: Path, **scripts: str) -> None:
         (folder / name).chmod(0o755)
 
 
-def test_failed_salloc_does_not_end_the_job_that_sbatch_submits(
+async def test_failed_salloc_does_not_end_the_job_that_sbatch_submits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = "salloc: Pending job allocation 5\nsalloc: error: Unable to allocate resources: Connection timed out"
     commands(tmp_path / "bin", salloc=f"echo '{output}' >&2; exit 1", scancel="", sbatch="echo 6", squeue=squeue(TRIED))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
 
-    async def scenario() -> None:
-        slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="salloc")
-        await slurm.request(REQUEST)
-        early = await slurm.observe()  # squeue lists salloc's attempt before sbatch's job
-        assert early.allocations == {}, early
-        commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
-        allocations = (await slurm.observe()).allocations
-        assert allocations is not None
-        assert (allocations["run-1.pool"].state, allocations["run-1.pool"].job) == (AllocationState.PENDING, "6")
-        await slurm.close()
-
-    asyncio.run(scenario())
+    slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="salloc")
+    await slurm.request(REQUEST)
+    early = await slurm.observe()  # squeue lists salloc's attempt before sbatch's job
+    assert early.allocations == {}, early
+    commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
+    allocations = (await slurm.observe()).allocations
+    assert allocations is not None
+    assert (allocations["run-1.pool"].state, allocations["run-1.pool"].job) == (AllocationState.PENDING, "6")
+    await slurm.close()
 
 
-def test_request_with_too_few_other_nodes_waits_for_own_ones_only_if_allowed(
+async def test_request_with_too_few_other_nodes_waits_for_own_ones_only_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
@@ -63,15 +59,12 @@ def test_request_with_too_few_other_nodes_waits_for_own_ones_only_if_allowed(
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     more = msgspec.structs.replace(REQUEST, tag="run-1.more-1")
 
-    async def scenario() -> None:
-        slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="sbatch")
-        await slurm.observe()
-        with pytest.raises(Refused, match="not available"):
-            await slurm.request(more)
-        await slurm.request(msgspec.structs.replace(more, may_reuse_own_nodes=True))
-        *_, last = (tmp_path / "scripts").read_text().split("#!")
-        assert "--exclusive" in last
-        assert "--exclude" not in last
-        await slurm.close()
-
-    asyncio.run(scenario())
+    slurm = SlurmCluster("run-1", "python", SlurmLimits(min_poll_interval_s=0.0), allocate_with="sbatch")
+    await slurm.observe()
+    with pytest.raises(Refused, match="not available"):
+        await slurm.request(more)
+    await slurm.request(msgspec.structs.replace(more, may_reuse_own_nodes=True))
+    *_, last = (tmp_path / "scripts").read_text().split("#!")
+    assert "--exclusive" in last
+    assert "--exclude" not in last
+    await slurm.close()

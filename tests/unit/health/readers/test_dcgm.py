@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rrl.health.readers.dcgm.parsing import NotUnderstood, diag, health
 from rrl.health.readers.dcgm.reader import DcgmReader
 from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident
 from rrl.tests.support.dcgm.exporter import Exporter, exporter, labels, page
+from rrl.tests.support.listening_manager import wait_until
 
 FAKE = str(Path(__file__).parents[3] / "support" / "dcgm" / "fake_dcgmi")
 UUID = "GPU-aaaa"
@@ -285,18 +285,11 @@ DcgmReader(ReaderOptions(dcgm_user=sys.argv[2], exporter="http://127.0.0.1:1/", 
 def test_dcgmi_gets_sigterm_when_its_reader_is_killed(replies: Path, hostengine: int) -> None:
     (replies / "hang").touch()
     with subprocess.Popen([sys.executable, "-c", _READS, FAKE, ME, str(hostengine)]) as reader:
-        _until(lambda: (replies / "calls").exists())
+        wait_until(lambda: (replies / "calls").exists())
         os.kill(reader.pid, signal.SIGKILL)
     signals = replies / "signals"
-    _until(lambda: signals.exists() and signals.read_text())
+    wait_until(lambda: signals.exists() and signals.read_text())
     assert signals.read_text() == "SIGTERM\n"
-
-
-def _until(done: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ── dcgmi diag ───────────────────────────────────────────────────────────────────────────────────────────────────────

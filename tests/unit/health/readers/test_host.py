@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.host import HostReader
 from rrl.health.readers.mounts import Mounts
 from rrl.health.readers.samples import MOUNT_ATTEMPTS
+from rrl.tests.support.listening_manager import wait_until
 
 TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
@@ -58,13 +59,6 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(mounts, "_figures", figures)
     return path
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # ── mounts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,10 +115,7 @@ def test_mount_that_recovers_is_reported_as_answering_again(dead: Path) -> None:
     with mounts_reader(dead, timeout_s=0.3) as mounts_:
         assert not mounts_.read()[0].answers
         (dead.parent / "dead.away").unlink()
-        deadline = time.monotonic() + TIMEOUT_S
-        while not mounts_.read()[0].answers:
-            assert time.monotonic() < deadline
-            time.sleep(_POLL_INTERVAL_S)
+        wait_until(lambda: mounts_.read()[0].answers)
 
 
 def test_process_that_probes_a_hung_mount_ends_with_the_reader(dead: Path) -> None:
@@ -137,15 +128,11 @@ def test_process_that_probes_a_hung_mount_ends_with_the_reader(dead: Path) -> No
         finally:
             os._exit(1)
     os.close(write)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (below := [one.pid for one in descendants(reader)]):
-        assert time.monotonic() < deadline
-        time.sleep(_POLL_INTERVAL_S)
+    wait_until(lambda: descendants(reader))
+    below = descendants(reader)[0].pid
     os.kill(reader, signal.SIGKILL)
     os.waitpid(reader, 0)
-    while os.path.exists(f"/proc/{below[0]}"):
-        assert time.monotonic() < deadline
-        time.sleep(_POLL_INTERVAL_S)
+    wait_until(lambda: not os.path.exists(f"/proc/{below}"))
     assert os.read(read, 1) == b""  # no process has the other end of the pipe open
     os.close(read)
 
@@ -255,10 +242,7 @@ def test_process_that_is_really_stuck_is_reported() -> None:
     reading = HostReader(ReaderOptions(mounts=()))
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while process.pid not in {one.pid for one in reading.read().stuck}:
-                assert time.monotonic() < deadline
-                time.sleep(_POLL_INTERVAL_S)
+            wait_until(lambda: process.pid in {one.pid for one in reading.read().stuck})
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,10 +82,6 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_exports, "PROGRAM", fake_export.__name__)
 
 
-def _play(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(story())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("export", "outcome", "made"),
     [
@@ -98,103 +93,86 @@ def _play(story: Callable[[], Awaitable[None]]) -> None:
         (5, Outcome.COMPLETED, ["step-5"]),
     ],
 )
-def test_due_checkpoints_are_exported(
+async def test_due_checkpoints_are_exported(
     tmp_path: Path, export: Literal["end"] | int | None, outcome: Outcome, made: list[str]
 ) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, export)
-        for step in range(1, 6):
-            run.commit(step)
-            await run.settle()
-        run.finish(outcome)
+    run = Exporting(tmp_path, export)
+    for step in range(1, 6):
+        run.commit(step)
         await run.settle()
-        assert run.made == made
-        assert model_folders(run.run, 5).export_failure == ""
-
-    _play(story)
-
-
-def test_during_an_export_only_the_newest_step_waits(tmp_path: Path) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, 1)
-        run.commit(1, 2, 3)
-        await run.settle()
-        assert run.made == ["step-1", "step-3"]
-
-    _play(story)
+    run.finish(outcome)
+    await run.settle()
+    assert run.made == made
+    assert model_folders(run.run, 5).export_failure == ""
 
 
-def test_export_failure_is_reported_until_an_export_succeeds(tmp_path: Path) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, 1, step2="fails")
-        run.commit(1)
-        await run.settle()
-        run.commit(2)
-        await run.settle()
-        assert run.made == ["step-1"]
-        folders = model_folders(run.run, 2)
-        assert folders.export == ModelFolder(1, str(run.run.export_of(1)))
-        assert folders.export_failure == "step 2: the disk is full 2"
-        run.finish(Outcome.COMPLETED)
-        await run.settle()
-        assert run.made == ["step-1"], "a failed export was repeated"
-        run.commit(3)
-        await run.settle()
-        assert (run.made, model_folders(run.run, 3).export_failure) == (["step-1", "step-3"], "")
-
-    _play(story)
+async def test_during_an_export_only_the_newest_step_waits(tmp_path: Path) -> None:
+    run = Exporting(tmp_path, 1)
+    run.commit(1, 2, 3)
+    await run.settle()
+    assert run.made == ["step-1", "step-3"]
 
 
-def test_an_export_that_does_not_end_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, "end", step4="hangs")
-        run.commit(4)
-        run.finish(Outcome.COMPLETED)
-        monkeypatch.setattr(checkpoint_exports, "EXPORT_TIMEOUT_S", 0.5)
-        await run.settle()
-        assert run.made == []
-        assert model_folders(run.run, 4).export_failure.startswith("step 4: the export did not end within")
+async def test_export_failure_is_reported_until_an_export_succeeds(tmp_path: Path) -> None:
+    run = Exporting(tmp_path, 1, step2="fails")
+    run.commit(1)
+    await run.settle()
+    run.commit(2)
+    await run.settle()
+    assert run.made == ["step-1"]
+    folders = model_folders(run.run, 2)
+    assert folders.export == ModelFolder(1, str(run.run.export_of(1)))
+    assert folders.export_failure == "step 2: the disk is full 2"
+    run.finish(Outcome.COMPLETED)
+    await run.settle()
+    assert run.made == ["step-1"], "a failed export was repeated"
+    run.commit(3)
+    await run.settle()
+    assert (run.made, model_folders(run.run, 3).export_failure) == (["step-1", "step-3"], "")
 
-    _play(story)
+
+async def test_an_export_that_does_not_end_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Exporting(tmp_path, "end", step4="hangs")
+    run.commit(4)
+    run.finish(Outcome.COMPLETED)
+    monkeypatch.setattr(checkpoint_exports, "EXPORT_TIMEOUT_S", 0.5)
+    await run.settle()
+    assert run.made == []
+    assert model_folders(run.run, 4).export_failure.startswith("step 4: the export did not end within")
 
 
-def test_existing_export_is_not_repeated(tmp_path: Path) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, "end")
-        run.run.export_of(4).mkdir(parents=True)
-        run.commit(4)
-        run.finish(Outcome.COMPLETED)
-        await run.settle()
-        assert not (run.run.path / "begun-4").exists()
-
-    _play(story)
+async def test_existing_export_is_not_repeated(tmp_path: Path) -> None:
+    run = Exporting(tmp_path, "end")
+    run.run.export_of(4).mkdir(parents=True)
+    run.commit(4)
+    run.finish(Outcome.COMPLETED)
+    await run.settle()
+    assert not (run.run.path / "begun-4").exists()
 
 
 @pytest.mark.parametrize("how", ["the manager leaves", "a user cancels the run"])
-def test_an_export_ends_with_its_manager_and_with_a_cancelled_run(tmp_path: Path, how: str) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, 1, step2="hangs")
-        run.commit(2, 3)
-        await run.begun(2)
-        if how == "the manager leaves":
-            await run.exports.close()
-        else:
-            run.state = msgspec.structs.replace(run.state, cancelled_by="anna")
-            await run.settle()
-        assert (run.run.path / "ended-2").exists(), "the export was killed before it had removed its files"
-        assert run.made == []
-        assert not (run.run.path / "begun-3").exists()
-
-    _play(story)
-
-
-def test_export_program_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        run = Exporting(tmp_path, 1)
-        run.commit(1)
+async def test_an_export_ends_with_its_manager_and_with_a_cancelled_run(tmp_path: Path, how: str) -> None:
+    run = Exporting(tmp_path, 1, step2="hangs")
+    run.commit(2, 3)
+    await run.begun(2)
+    if how == "the manager leaves":
+        await run.exports.close()
+    else:
+        run.state = msgspec.structs.replace(run.state, cancelled_by="anna")
         await run.settle()
-        assert "step 1: " in model_folders(run.run, 1).export_failure
-        assert "No such file" in model_folders(run.run, 1).export_failure
+    assert (run.run.path / "ended-2").exists(), "the export was killed before it had removed its files"
+    assert run.made == []
+    assert not (run.run.path / "begun-3").exists()
 
+
+async def test_export_program_that_cannot_be_started_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    _play(story)
+    run = Exporting(tmp_path, 1)
+    run.commit(1)
+    await run.settle()
+    assert "step 1: " in model_folders(run.run, 1).export_failure
+    assert "No such file" in model_folders(run.run, 1).export_failure

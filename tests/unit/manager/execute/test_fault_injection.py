@@ -213,15 +213,13 @@ def test_full_disk_is_freed_after_its_time(tmp_path: Path, monkeypatch: pytest.M
     assert (began.detail, end.detail, end.ended) == ("filled", "the disk space is free again", True)
 
 
-def test_full_disk_is_freed_when_the_manager_exits_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_is_freed_when_the_manager_exits_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     monkeypatch.setattr(fault_injection, "fill_disk", lambda run: str(run.disk_filler.write_bytes(b"1")))
 
-    async def scenario() -> None:
-        task = asyncio.create_task(bench.injector.inject(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))
-        await eventually(lambda: bool(bench.events()))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    task = asyncio.create_task(bench.injector.inject(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))
+    await eventually(lambda: bool(bench.events()))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(scenario())
     assert not bench.run.disk_filler.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,23 +123,25 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-def play(
-    folder: Path,
-    story: Callable[[Investigation], Awaitable[None]],
-    job: RunSpec | None = None,
-    suspect: ReplicaId = ROLLOUTS[0],
-) -> Investigation:
-    async def main() -> Investigation:
-        desk = Investigation(folder, job or rollouts(), suspect)
-        await story(desk)
-        await desk.suspicion.close()
-        return desk
-
-    return virtual.run(main())
-
-
 def rollouts() -> RunSpec:
     return job(limits=LIMITS)
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=virtual.VirtualLoop) as runner:
+        yield runner
+
+
+@pytest.fixture
+def desk(request: pytest.FixtureRequest, tmp_path: Path, runner: asyncio.Runner) -> Iterator[Investigation]:
+    """Return the investigation of a rollout, or of the run and replica that the test's parameter names."""
+    desk = Investigation(tmp_path, *getattr(request, "param", (rollouts(), ROLLOUTS[0])))
+    yield desk
+    runner.run(desk.suspicion.close())
+
+
+in_a_gang = pytest.mark.parametrize("desk", [(gang_job(4, 2, limits=LIMITS), TRAINER)], indirect=True)
 
 
 def texts(finding: Finding) -> list[str]:
@@ -147,255 +149,209 @@ def texts(finding: Finding) -> list[str]:
 
 
 # ── stacks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_warning_of_a_hang_collects_stacks_and_names_the_place(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        published, _ = await desk.consider(desk.finding())
-        assert published == [desk.finding()], "a warning was delayed until its stacks were collected"
-        node = desk.world.state.replica(desk.incarnation.replica).node
-        ((peer, order),) = desk.stack_requests()
-        assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)
-        assert order.tag == desk.world.state.replica(desk.incarnation.replica).step
-        await desk.answer()
-        ((finding,), again) = await desk.consider(desk.finding())
-        assert again == float("inf")
-        (event,) = desk.taken()
-        assert event.groups == (f"{desk.incarnation}: step (engine.py:95) < roll (main.py:9)",)
-        assert texts(finding) == ["it hangs", *event.groups, f"all stacks: {event.file}"]
-        path = desk.run.path / event.file
-        assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-        assert "process 41" in path.read_text()
-        assert STUCK in path.read_text() + "\n"
-
-    play(tmp_path, story)
+async def test_warning_of_a_hang_collects_stacks_and_names_the_place(desk: Investigation) -> None:
+    published, _ = await desk.consider(desk.finding())
+    assert published == [desk.finding()], "a warning was delayed until its stacks were collected"
+    node = desk.world.state.replica(desk.incarnation.replica).node
+    ((peer, order),) = desk.stack_requests()
+    assert (peer, order.target) == (f"agent/{node}".encode(), desk.incarnation)
+    assert order.tag == desk.world.state.replica(desk.incarnation.replica).step
+    await desk.answer()
+    ((finding,), again) = await desk.consider(desk.finding())
+    assert again == float("inf")
+    (event,) = desk.taken()
+    assert event.groups == (f"{desk.incarnation}: step (engine.py:95) < roll (main.py:9)",)
+    assert texts(finding) == ["it hangs", *event.groups, f"all stacks: {event.file}"]
+    path = desk.run.path / event.file
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert "process 41" in path.read_text()
+    assert STUCK in path.read_text() + "\n"
 
 
-def test_fail_without_a_warning_is_a_warning_until_its_stacks_arrive(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        ((held,), again) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert (held.verdict, held.remedy, held.key) == (Verdict.WARN, Remedy.NONE, desk.finding().key)
-        assert again == desk.now() + STACKS_TIMEOUT_S
-        await desk.answer()
-        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert (published.verdict, published.remedy) == (Verdict.FAIL, Remedy.RESTART)
-        assert any("engine.py:95" in text for text in texts(published))
-
-    play(tmp_path, story)
+async def test_fail_without_a_warning_is_a_warning_until_its_stacks_arrive(desk: Investigation) -> None:
+    ((held,), again) = await desk.consider(desk.finding(Verdict.FAIL))
+    assert (held.verdict, held.remedy, held.key) == (Verdict.WARN, Remedy.NONE, desk.finding().key)
+    assert again == desk.now() + STACKS_TIMEOUT_S
+    await desk.answer()
+    ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+    assert (published.verdict, published.remedy) == (Verdict.FAIL, Remedy.RESTART)
+    assert any("engine.py:95" in text for text in texts(published))
 
 
-def test_fail_waits_at_most_the_timeout_for_an_agent_without_reply(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding(Verdict.FAIL))
-        await asyncio.sleep(STACKS_TIMEOUT_S - 0.1)
-        ((held,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert held.verdict is Verdict.WARN
-        await asyncio.sleep(0.2)
-        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert published.verdict is Verdict.FAIL
-        assert texts(published)[1:] == [f"no stacks: no answer within {STACKS_TIMEOUT_S:g} s"]
-        assert [event.file for event in desk.taken()] == [""]
-
-    play(tmp_path, story)
+async def test_fail_waits_at_most_the_timeout_for_an_agent_without_reply(desk: Investigation) -> None:
+    await desk.consider(desk.finding(Verdict.FAIL))
+    await asyncio.sleep(STACKS_TIMEOUT_S - 0.1)
+    ((held,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+    assert held.verdict is Verdict.WARN
+    await asyncio.sleep(0.2)
+    ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+    assert published.verdict is Verdict.FAIL
+    assert texts(published)[1:] == [f"no stacks: no answer within {STACKS_TIMEOUT_S:g} s"]
+    assert [event.file for event in desk.taken()] == [""]
 
 
-def test_fail_after_a_warning_is_published_at_once(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        await asyncio.sleep(STACKS_TIMEOUT_S + 1)
-        ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
-        assert published.verdict is Verdict.FAIL
-
-    play(tmp_path, story)
+async def test_fail_after_a_warning_is_published_at_once(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    await asyncio.sleep(STACKS_TIMEOUT_S + 1)
+    ((published,), _) = await desk.consider(desk.finding(Verdict.FAIL))
+    assert published.verdict is Verdict.FAIL
 
 
-def test_fail_is_not_deferred_if_no_agent_is_connected(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        desk.steps.clear()
-        published, again = await desk.consider(desk.finding(Verdict.FAIL))
-        assert (published, again) == ([desk.finding(Verdict.FAIL)], float("inf"))
-        assert desk.taken() == []
-
-    play(tmp_path, story)
+async def test_fail_is_not_deferred_if_no_agent_is_connected(desk: Investigation) -> None:
+    desk.steps.clear()
+    published, again = await desk.consider(desk.finding(Verdict.FAIL))
+    assert (published, again) == ([desk.finding(Verdict.FAIL)], float("inf"))
+    assert desk.taken() == []
 
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.GPU])
-def test_finding_that_is_not_a_hang_is_unchanged(tmp_path: Path, cause: Cause) -> None:
-    async def story(desk: Investigation) -> None:
-        proved = msgspec.structs.replace(desk.finding(Verdict.FAIL), cause=cause)
-        published, _ = await desk.consider(proved)
-        assert (published, desk.sent) == ([proved], [])
-
-    play(tmp_path, story)
+async def test_finding_that_is_not_a_hang_is_unchanged(desk: Investigation, cause: Cause) -> None:
+    proved = msgspec.structs.replace(desk.finding(Verdict.FAIL), cause=cause)
+    published, _ = await desk.consider(proved)
+    assert (published, desk.sent) == ([proved], [])
 
 
+@pytest.mark.parametrize(
+    "desk",
+    [(msgspec.structs.replace(rollouts(), health=HealthSpec(checks={"test": "off"})), ROLLOUTS[0])],
+    indirect=True,
+)
 @pytest.mark.parametrize("verdict", [Verdict.WARN, Verdict.FAIL])
-def test_hang_whose_check_is_off_is_not_investigated(tmp_path: Path, verdict: Verdict) -> None:
-    async def story(desk: Investigation) -> None:
-        published, again = await desk.consider(desk.finding(verdict))
-        assert (published, again, desk.sent) == ([desk.finding(verdict)], float("inf"), [])
-
-    play(tmp_path, story, msgspec.structs.replace(rollouts(), health=HealthSpec(checks={"test": "off"})))
+async def test_hang_whose_check_is_off_is_not_investigated(desk: Investigation, verdict: Verdict) -> None:
+    published, again = await desk.consider(desk.finding(verdict))
+    assert (published, again, desk.sent) == ([desk.finding(verdict)], float("inf"), [])
 
 
-def test_silent_worker_on_a_live_node_is_investigated_before_its_restart(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        silent = msgspec.structs.replace(desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence")
-        ((held,), _) = await desk.consider(silent)
-        assert held.verdict is Verdict.WARN
+async def test_silent_worker_on_a_live_node_is_investigated_before_its_restart(desk: Investigation) -> None:
+    silent = msgspec.structs.replace(desk.finding(Verdict.FAIL, Cause.PROCESS), detector="worker_silence")
+    ((held,), _) = await desk.consider(silent)
+    assert held.verdict is Verdict.WARN
+    await desk.answer()
+    ((published,), _) = await desk.consider(silent)
+    assert published.verdict is Verdict.FAIL
+    assert any("engine.py:95" in text for text in texts(published))
+
+
+async def test_stacks_of_a_hang_are_collected_once_and_again_if_it_returns(desk: Investigation) -> None:
+    for _ in range(3):
+        await desk.consider(desk.finding())
         await desk.answer()
-        ((published,), _) = await desk.consider(silent)
-        assert published.verdict is Verdict.FAIL
-        assert any("engine.py:95" in text for text in texts(published))
-
-    play(tmp_path, story)
-
-
-def test_stacks_of_a_hang_are_collected_once_and_again_if_it_returns(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        for _ in range(3):
-            await desk.consider(desk.finding())
-            await desk.answer()
-        await desk.consider()
-        await desk.consider(desk.finding())
-        assert (desk.stack_requests(), len(desk.taken())) == ([], 1)
-        await asyncio.sleep(RECOLLECT_AFTER_S + 1)
-        await desk.consider()
-        await desk.consider(desk.finding())
-        assert len(desk.stack_requests()) == 1
-
-    play(tmp_path, story)
+    await desk.consider()
+    await desk.consider(desk.finding())
+    assert (desk.stack_requests(), len(desk.taken())) == ([], 1)
+    await asyncio.sleep(RECOLLECT_AFTER_S + 1)
+    await desk.consider()
+    await desk.consider(desk.finding())
+    assert len(desk.stack_requests()) == 1
 
 
-def test_fail_that_began_after_the_stacks_is_investigated_again(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        await desk.answer(WAITS)
-        await desk.consider()  # the replica continued in between, and now it really hangs
-        hang = msgspec.structs.replace(desk.finding(Verdict.FAIL), since=desk.now() + 1)
-        await asyncio.sleep(2)
-        ((held,), _) = await desk.consider(hang)
-        assert held.verdict is Verdict.WARN
-        await desk.answer(STUCK)
-        ((published,), _) = await desk.consider(hang)
-        assert published.verdict is Verdict.FAIL
-        assert any("step (engine.py" in text for text in texts(published))
-        assert not any("all_reduce" in text for text in texts(published))
-
-    play(tmp_path, story)
+async def test_fail_that_began_after_the_stacks_is_investigated_again(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    await desk.answer(WAITS)
+    await desk.consider()  # the replica continued in between, and now it really hangs
+    hang = msgspec.structs.replace(desk.finding(Verdict.FAIL), since=desk.now() + 1)
+    await asyncio.sleep(2)
+    ((held,), _) = await desk.consider(hang)
+    assert held.verdict is Verdict.WARN
+    await desk.answer(STUCK)
+    ((published,), _) = await desk.consider(hang)
+    assert published.verdict is Verdict.FAIL
+    assert any("step (engine.py" in text for text in texts(published))
+    assert not any("all_reduce" in text for text in texts(published))
 
 
-def test_stacks_of_all_gang_members_are_collected_and_the_outlier_is_named(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        members = sorted(order.target for _, order in desk.stack_requests())
-        assert [incarnation.replica for incarnation in members] == [
-            "trainer/0",
-            "trainer/0.1",
-            "trainer/0.2",
-            "trainer/0.3",
-        ]
-        await desk.answer(WAITS, but={members[2]: STUCK})
-        (event,) = desk.taken()
-        assert event.outliers == (members[2],)
-        assert event.groups[0].startswith("outlier trainer/0.2#")
-        assert event.groups[1].startswith("3 of 4 alike: all_reduce")
-
-    play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
+@in_a_gang
+async def test_stacks_of_all_gang_members_are_collected_and_the_outlier_is_named(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    members = sorted(order.target for _, order in desk.stack_requests())
+    assert [incarnation.replica for incarnation in members] == [
+        "trainer/0",
+        "trainer/0.1",
+        "trainer/0.2",
+        "trainer/0.3",
+    ]
+    await desk.answer(WAITS, but={members[2]: STUCK})
+    (event,) = desk.taken()
+    assert event.outliers == (members[2],)
+    assert event.groups[0].startswith("outlier trainer/0.2#")
+    assert event.groups[1].startswith("3 of 4 alike: all_reduce")
 
 
-def test_gang_whose_members_all_hang_is_investigated_once(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        members = [one.incarnation for one in desk.world.state.replicas.values() if one.id.startswith("trainer/")]
-        await desk.consider(*[desk.finding(incarnation=incarnation) for incarnation in members])
-        assert len(desk.stack_requests()) == len(members) == 4
-        await desk.answer(WAITS)
-        published, _ = await desk.consider(
-            *[desk.finding(Verdict.FAIL, incarnation=incarnation) for incarnation in members]
-        )
-        assert len(desk.taken()) == 1
-        assert all(any("all_reduce" in text for text in texts(finding)) for finding in published)
-
-    play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
+@in_a_gang
+async def test_gang_whose_members_all_hang_is_investigated_once(desk: Investigation) -> None:
+    members = [one.incarnation for one in desk.world.state.replicas.values() if one.id.startswith("trainer/")]
+    await desk.consider(*[desk.finding(incarnation=incarnation) for incarnation in members])
+    assert len(desk.stack_requests()) == len(members) == 4
+    await desk.answer(WAITS)
+    published, _ = await desk.consider(
+        *[desk.finding(Verdict.FAIL, incarnation=incarnation) for incarnation in members]
+    )
+    assert len(desk.taken()) == 1
+    assert all(any("all_reduce" in text for text in texts(finding)) for finding in published)
 
 
-def test_hangs_beyond_the_limit_are_neither_investigated_nor_deferred(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_hangs_beyond_the_limit_are_neither_investigated_nor_deferred(
+    desk: Investigation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_investigation, "MAX_CONCURRENT", 1)
 
-    async def story(desk: Investigation) -> None:
-        other = desk.world.state.replica(ROLLOUTS[1]).incarnation
-        first, second = (
-            await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=one) for one in (desk.incarnation, other)])
-        )[0]
-        assert (first.verdict, second.verdict) == (Verdict.WARN, Verdict.FAIL)
-        assert [order.target for _, order in desk.stack_requests()] == [desk.incarnation]
-
-    play(tmp_path, story)
+    other = desk.world.state.replica(ROLLOUTS[1]).incarnation
+    first, second = (
+        await desk.consider(*[desk.finding(Verdict.FAIL, incarnation=one) for one in (desk.incarnation, other)])
+    )[0]
+    assert (first.verdict, second.verdict) == (Verdict.WARN, Verdict.FAIL)
+    assert [order.target for _, order in desk.stack_requests()] == [desk.incarnation]
 
 
-def test_member_without_stacks_does_not_suppress_those_of_the_others(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        (_, first), *rest = desk.stack_requests()
-        for peer, order in rest:
-            agent = desk.world.state.replica(ReplicaId(peer.decode())).incarnation
-            desk.suspicion.on_reply(msg.Stacks(agent, order.target, order.id, {1: WAITS}))
-        await asyncio.sleep(STACKS_TIMEOUT_S + 0.1)
-        await _settled()
-        (event,) = desk.taken()
-        assert "no answer" in (desk.run.path / event.file).read_text()
-        assert str(first.target) not in event.groups[0]
-
-    play(tmp_path, story, gang_job(4, 2, limits=LIMITS), TRAINER)
+@in_a_gang
+async def test_member_without_stacks_does_not_suppress_those_of_the_others(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    (_, first), *rest = desk.stack_requests()
+    for peer, order in rest:
+        agent = desk.world.state.replica(ReplicaId(peer.decode())).incarnation
+        desk.suspicion.on_reply(msg.Stacks(agent, order.target, order.id, {1: WAITS}))
+    await asyncio.sleep(STACKS_TIMEOUT_S + 0.1)
+    await _settled()
+    (event,) = desk.taken()
+    assert "no answer" in (desk.run.path / event.file).read_text()
+    assert str(first.target) not in event.groups[0]
 
 
-def test_missing_stacks_are_explained_in_the_evidence(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        await desk.answer(error="the step has no process left")
-        ((published,), _) = await desk.consider(desk.finding())
-        assert texts(published)[1:] == ["no stacks: the step has no process left"]
-
-    play(tmp_path, story)
+async def test_missing_stacks_are_explained_in_the_evidence(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    await desk.answer(error="the step has no process left")
+    ((published,), _) = await desk.consider(desk.finding())
+    assert texts(published)[1:] == ["no stacks: the step has no process left"]
 
 
-def test_stacks_from_another_agent_or_repeated_ones_are_ignored(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        ((peer, order),) = desk.stack_requests()
-        strangers = [
-            one.incarnation
-            for one in desk.world.state.replicas.values()
-            if one.id.startswith(AGENT) and one.id != peer.decode()
-        ]
-        desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id, {1: WAITS}))
-        desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id + 1, {1: WAITS}))
-        await _settled()
-        assert desk.taken() == []
-        await desk.answer()
-        assert "engine.py" in desk.taken()[0].groups[0]
-
-    play(tmp_path, story)
+async def test_stacks_from_another_agent_or_repeated_ones_are_ignored(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    ((peer, order),) = desk.stack_requests()
+    strangers = [
+        one.incarnation
+        for one in desk.world.state.replicas.values()
+        if one.id.startswith(AGENT) and one.id != peer.decode()
+    ]
+    desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id, {1: WAITS}))
+    desk.suspicion.on_reply(msg.Stacks(strangers[0], order.target, order.id + 1, {1: WAITS}))
+    await _settled()
+    assert desk.taken() == []
+    await desk.answer()
+    assert "engine.py" in desk.taken()[0].groups[0]
 
 
-def test_unwritable_run_directory_loses_the_file_but_not_the_evidence(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        desk.run.stacks.write_text("in the way")
-        await desk.consider(desk.finding())
-        await desk.answer()
-        (event,) = desk.taken()
-        assert (event.file, len(event.groups)) == ("", 1)
-
-    play(tmp_path, story)
+async def test_unwritable_run_directory_loses_the_file_but_not_the_evidence(desk: Investigation) -> None:
+    desk.run.stacks.write_text("in the way")
+    await desk.consider(desk.finding())
+    await desk.answer()
+    (event,) = desk.taken()
+    assert (event.file, len(event.groups)) == ("", 1)
 
 
-def test_function_names_are_cleaned_of_control_characters(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await desk.consider(desk.finding())
-        await desk.answer('Thread 7 (idle): "MainThread"\n    a\x1b[31mb (x.py:1)\n')
-        assert "\x1b" not in desk.taken()[0].groups[0]
-
-    play(tmp_path, story)
+async def test_function_names_are_cleaned_of_control_characters(desk: Investigation) -> None:
+    await desk.consider(desk.finding())
+    await desk.answer('Thread 7 (idle): "MainThread"\n    a\x1b[31mb (x.py:1)\n')
+    assert "\x1b" not in desk.taken()[0].groups[0]
 
 
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -421,102 +377,82 @@ def _probes(investigation: Investigation) -> list[msg.Probe]:
     return [message for peer, message in investigation.sent if isinstance(message, msg.Probe) and peer == b"worker"]
 
 
-def test_suspect_that_replies_to_its_probe_is_not_failed(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
-        probe = _probes(desk)[0]
-        assert probe.incarnation == desk.incarnation
-        desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, probe.id, ProbeResult.WORKS, "a token"))
-        await asyncio.sleep(LIMITS.probe / 3)
-        detected, _ = Detection(desk.monitor).detect(LIMITS, desk.now())
-        assert [one for one in detected if one.verdict is Verdict.FAIL] == []
-        assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 1
-
-    play(tmp_path, story)
+async def test_suspect_that_replies_to_its_probe_is_not_failed(desk: Investigation) -> None:
+    await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
+    probe = _probes(desk)[0]
+    assert probe.incarnation == desk.incarnation
+    desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, probe.id, ProbeResult.WORKS, "a token"))
+    await asyncio.sleep(LIMITS.probe / 3)
+    detected, _ = Detection(desk.monitor).detect(LIMITS, desk.now())
+    assert [one for one in detected if one.verdict is Verdict.FAIL] == []
+    assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 1
 
 
-def test_probe_reply_that_work_is_impossible_fails_the_replica(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
-        failed = msg.ProbeReply(
-            desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite"
-        )
-        desk.suspicion.on_reply(failed)
-        (found,) = [one for one in Detection(desk.monitor).detect(LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
-        assert "RuntimeError:   not finite" in found.evidence[0].text
-
-    play(tmp_path, story)
+async def test_probe_reply_that_work_is_impossible_fails_the_replica(desk: Investigation) -> None:
+    await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
+    failed = msg.ProbeReply(desk.incarnation, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite")
+    desk.suspicion.on_reply(failed)
+    (found,) = [one for one in Detection(desk.monitor).detect(LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
+    assert "RuntimeError:   not finite" in found.evidence[0].text
 
 
-def test_unconnected_suspect_counts_as_probed(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        desk.workers.clear()
-        probes = desk.monitor.replicas
-        await _generates_then_stalls(desk, lambda: probes[desk.incarnation.replica].probe.pending_since is not None)
-        assert not [message for _, message in desk.sent if isinstance(message, msg.Probe)]
-
-    play(tmp_path, story)
+async def test_unconnected_suspect_counts_as_probed(desk: Investigation) -> None:
+    desk.workers.clear()
+    probes = desk.monitor.replicas
+    await _generates_then_stalls(desk, lambda: probes[desk.incarnation.replica].probe.pending_since is not None)
+    assert not [message for _, message in desk.sent if isinstance(message, msg.Probe)]
 
 
-def test_reply_to_an_earlier_managers_probe_is_ignored(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
-        desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, 1, ProbeResult.WORKS, "a token"))
-        assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 0
-
-    play(tmp_path, story)
+async def test_reply_to_an_earlier_managers_probe_is_ignored(desk: Investigation) -> None:
+    await _generates_then_stalls(desk, lambda: bool(_probes(desk)))
+    desk.suspicion.on_reply(msg.ProbeReply(desk.incarnation, 1, ProbeResult.WORKS, "a token"))
+    assert desk.monitor.replicas[desk.incarnation.replica].probe.answer_count == 0
 
 
 # ── samples of stacks ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_long_blind_step_has_its_stacks_sampled_without_a_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("desk", [(gang_job(ranks=2), TRAINER)], indirect=True)
+async def test_long_blind_step_has_its_stacks_sampled_without_a_record(desk: Investigation) -> None:
     members = [replica_id("trainer", 0), ReplicaId("trainer/0.1")]
 
-    async def story(desk: Investigation) -> None:
-        began = desk.now()
-        for one in members:
-            replica = desk.world.state.replica(one)
-            assert replica.node is not None
-            desk.monitor.on_launched(replica.incarnation, replica.node, began)
-            desk.monitor.on_hello(replica.incarnation, replica.node, "train", began)
-        await asyncio.sleep(FIRST_SAMPLE_S)
-        for one in members:
-            incarnation = desk.world.state.replica(one).incarnation
-            desk.monitor.on_heartbeat(incarnation, "train", 0, None, desk.now())
-            desk.monitor.on_load(incarnation, 1.0, 1.0, desk.now())
-        Detection(desk.monitor).detect(LIMITS, desk.now())
-        await desk.consider()
-        assert {order.target.replica for _, order in desk.stack_requests()} == set(members)
-        await desk.consider()
-        assert len(desk.stack_requests()) == len(members), (
-            "a second sample was requested before the first one was complete"
-        )
-        await desk.answer(WAITS)
-        await asyncio.sleep(1)
-        view = desk.monitor.replicas[members[0]]
-        assert view.stacks.sample is not None
-        assert view.stacks.sample.alike
-        assert view.stacks.still_since == desk.now() - 1
-        assert desk.taken() == []
-        await desk.consider()
-        assert desk.stack_requests() == [], "the next sample was requested too early"
-
-    play(tmp_path, story, gang_job(ranks=2), members[0])
-
-
-def test_sample_that_no_agent_answers_counts_as_unequal(tmp_path: Path) -> None:
-    async def story(desk: Investigation) -> None:
-        replica = desk.world.state.replica(TRAINER)
+    began = desk.now()
+    for one in members:
+        replica = desk.world.state.replica(one)
         assert replica.node is not None
-        desk.monitor.on_launched(replica.incarnation, replica.node, desk.now())
-        desk.monitor.on_hello(replica.incarnation, replica.node, "train", desk.now())
-        await asyncio.sleep(FIRST_SAMPLE_S)
-        desk.monitor.on_heartbeat(replica.incarnation, "train", 0, None, desk.now())
-        desk.monitor.on_load(replica.incarnation, 1.0, 1.0, desk.now())
-        Detection(desk.monitor).detect(LIMITS, desk.now())
-        await desk.consider()
-        assert desk.stack_requests() != []
-        await asyncio.sleep(STACKS_TIMEOUT_S + 1)
-        view = desk.monitor.replicas[TRAINER]
-        assert (view.stacks.sample, view.stacks.latest_at) == (None, desk.now() - 1)
+        desk.monitor.on_launched(replica.incarnation, replica.node, began)
+        desk.monitor.on_hello(replica.incarnation, replica.node, "train", began)
+    await asyncio.sleep(FIRST_SAMPLE_S)
+    for one in members:
+        incarnation = desk.world.state.replica(one).incarnation
+        desk.monitor.on_heartbeat(incarnation, "train", 0, None, desk.now())
+        desk.monitor.on_load(incarnation, 1.0, 1.0, desk.now())
+    Detection(desk.monitor).detect(LIMITS, desk.now())
+    await desk.consider()
+    assert {order.target.replica for _, order in desk.stack_requests()} == set(members)
+    await desk.consider()
+    assert len(desk.stack_requests()) == len(members), "a second sample was requested before the first one was complete"
+    await desk.answer(WAITS)
+    await asyncio.sleep(1)
+    view = desk.monitor.replicas[members[0]]
+    assert view.stacks.sample is not None
+    assert view.stacks.sample.alike
+    assert view.stacks.still_since == desk.now() - 1
+    assert desk.taken() == []
+    await desk.consider()
+    assert desk.stack_requests() == [], "the next sample was requested too early"
 
-    play(tmp_path, story, suspect=TRAINER)
+
+@pytest.mark.parametrize("desk", [(rollouts(), TRAINER)], indirect=True)
+async def test_sample_that_no_agent_answers_counts_as_unequal(desk: Investigation) -> None:
+    replica = desk.world.state.replica(TRAINER)
+    assert replica.node is not None
+    desk.monitor.on_launched(replica.incarnation, replica.node, desk.now())
+    desk.monitor.on_hello(replica.incarnation, replica.node, "train", desk.now())
+    await asyncio.sleep(FIRST_SAMPLE_S)
+    desk.monitor.on_heartbeat(replica.incarnation, "train", 0, None, desk.now())
+    desk.monitor.on_load(replica.incarnation, 1.0, 1.0, desk.now())
+    Detection(desk.monitor).detect(LIMITS, desk.now())
+    await desk.consider()
+    assert desk.stack_requests() != []
+    await asyncio.sleep(STACKS_TIMEOUT_S + 1)
+    view = desk.monitor.replicas[TRAINER]
+    assert (view.stacks.sample, view.stacks.latest_at) == (None, desk.now() - 1)

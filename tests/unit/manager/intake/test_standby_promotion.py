@@ -110,16 +110,14 @@ def test_unconnected_standby_cannot_be_promoted(tmp_path: Path, monkeypatch: pyt
     assert hearing.sent == []
 
 
-def test_new_manager_waits_for_the_standby_to_connect(tmp_path: Path) -> None:
+async def test_new_manager_waits_for_the_standby_to_connect(tmp_path: Path) -> None:
     hearing = promoted(Handling(tmp_path, *STANDS_BY))
 
-    async def story() -> None:
-        adoption = asyncio.create_task(hearing.handler.standby_promoter.promote(PROMOTION))
-        await asyncio.sleep(0)
-        await hearing.handle_now(HELLO, peer=b"worker")
-        await adoption
+    adoption = asyncio.create_task(hearing.handler.standby_promoter.promote(PROMOTION))
+    await asyncio.sleep(0)
+    await hearing.handle_now(HELLO, peer=b"worker")
+    await adoption
 
-    asyncio.run(story())
     assert set(map(type, hearing.sent)) == {msg.Promote}
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseHolder, LeaseLost, 
 from rrl.tests.support.manager import virtual
 
 TIMEOUT_S = 10.0
+pytestmark = pytest.mark.usefixtures("runner")
 
 
 @pytest.fixture
@@ -26,6 +27,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run = RunDir(tmp_path / "small-1")
     run.create()
     return run
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=virtual.VirtualLoop) as runner:
+        yield runner
 
 
 def acquire(run: RunDir) -> Lease:
@@ -112,17 +119,14 @@ def test_concurrent_processes_have_one_winner(run: RunDir) -> None:
     assert sorted(path.name for path in run.epochs.iterdir()) == [f"{epoch:06}" for epoch in epochs]
 
 
-def test_running_holder_is_respected_and_named(run: RunDir) -> None:
-    async def challenge() -> None:
-        lease = await Lease.acquire(run, TIMEOUT_S)
+async def test_running_holder_is_respected_and_named(run: RunDir) -> None:
+    lease = await Lease.acquire(run, TIMEOUT_S)
 
-        renewing = asyncio.create_task(keep_renewing(lease))
-        for _ in range(3):
-            with pytest.raises(LeaseHeld, match=r"a manager of small-1 is running on .* \(pid \d+\)"):
-                await Lease.acquire(run, TIMEOUT_S)
-        renewing.cancel()
-
-    virtual.run(challenge())
+    renewing = asyncio.create_task(keep_renewing(lease))
+    for _ in range(3):
+        with pytest.raises(LeaseHeld, match=r"a manager of small-1 is running on .* \(pid \d+\)"):
+            await Lease.acquire(run, TIMEOUT_S)
+    renewing.cancel()
 
 
 def test_silent_holder_is_succeeded_after_the_timeout_and_not_before(run: RunDir) -> None:
@@ -140,20 +144,17 @@ def test_holder_that_died_before_writing_its_file_is_succeeded(run: RunDir) -> N
 
 
 @pytest.mark.parametrize("share", [0.25, 0.9])
-def test_holder_that_renews_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
-    async def challenge() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
-        text = (run.epochs / "000001").read_bytes()
-        (run.epochs / "000001").write_bytes(b"")
-        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
-        await asyncio.sleep(share * TIMEOUT_S)
-        (run.epochs / "000001").write_bytes(text)
-        await asyncio.sleep(TIMEOUT_S / 4)
-        first.renew()
-        with pytest.raises(LeaseHeld, match="is running on"):
-            await rival
-
-    virtual.run(challenge())
+async def test_holder_that_renews_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
+    first = await Lease.acquire(run, TIMEOUT_S)
+    text = (run.epochs / "000001").read_bytes()
+    (run.epochs / "000001").write_bytes(b"")
+    rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+    await asyncio.sleep(share * TIMEOUT_S)
+    (run.epochs / "000001").write_bytes(text)
+    await asyncio.sleep(TIMEOUT_S / 4)
+    first.renew()
+    with pytest.raises(LeaseHeld, match="is running on"):
+        await rival
 
 
 def test_released_lease_needs_no_wait_and_has_no_holder(run: RunDir) -> None:
@@ -172,23 +173,21 @@ def test_lease_released_while_it_is_watched_is_acquired_soon(run: RunDir) -> Non
     assert virtual.run(hand_over()) < TIMEOUT_S / 2
 
 
-def test_succeeded_manager_may_neither_act_nor_renew(run: RunDir) -> None:
-    async def succeed() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
-        first.check()
-        first.renew()
-        second = await Lease.acquire(run, TIMEOUT_S)
-        text = "epoch 2 has begun: another manager of small-1 took over"
-        for forbidden in (first.check, first.renew):
-            with pytest.raises(LeaseLost, match=text):
-                forbidden()
-        for waited_for in (first.check_in_thread, first.ensure_current):
-            with pytest.raises(LeaseLost, match=text):
-                await waited_for()
-        await second.check_in_thread()
-        await second.ensure_current()
+async def test_succeeded_manager_may_neither_act_nor_renew(run: RunDir) -> None:
+    first = await Lease.acquire(run, TIMEOUT_S)
+    first.check()
+    first.renew()
+    second = await Lease.acquire(run, TIMEOUT_S)
+    text = "epoch 2 has begun: another manager of small-1 took over"
+    for forbidden in (first.check, first.renew):
+        with pytest.raises(LeaseLost, match=text):
+            forbidden()
+    for waited_for in (first.check_in_thread, first.ensure_current):
+        with pytest.raises(LeaseLost, match=text):
+            await waited_for()
+    await second.check_in_thread()
+    await second.ensure_current()
 
-    virtual.run(succeed())
     current = holder(run)
     assert current is not None
     assert current.counter == 0
@@ -207,36 +206,30 @@ def test_lease_is_checked_at_renewals_and_at_once_after_a_freeze(run: RunDir, mo
     assert virtual.run(freeze()) == [0, 0, 1, 0]
 
 
-def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def renew() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
+async def test_successor_that_appears_during_a_renewal_is_noticed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await Lease.acquire(run, TIMEOUT_S)
 
-        write = lease_module._write
+    write = lease_module._write
 
-        def slow(path: Path, holder: LeaseHolder) -> None:
-            (run.epochs / "000002").touch()
-            write(path, holder)
+    def slow(path: Path, holder: LeaseHolder) -> None:
+        (run.epochs / "000002").touch()
+        write(path, holder)
 
-        monkeypatch.setattr(lease_module, "_write", slow)
-        with pytest.raises(LeaseLost):
-            first.renew()
-
-    virtual.run(renew())
+    monkeypatch.setattr(lease_module, "_write", slow)
+    with pytest.raises(LeaseLost):
+        first.renew()
 
 
-def test_renewal_needs_no_space_and_says_that_the_journal_cannot_be_written(run: RunDir) -> None:
-    async def renew() -> None:
-        lease, file = await Lease.acquire(run, TIMEOUT_S), run.epochs / "000001"
-        before = file.stat()
-        for number in (errno.EDQUOT, 0):
-            lease.write_errno = number
-            lease.renew()
-            assert (holder(run) or LeaseHolder("", 0, 0)).write_errno == number
-        lease.release()
-        assert ((after := file.stat()).st_ino, after.st_size) == (before.st_ino, before.st_size)
-        assert holder(run) is None
-
-    virtual.run(renew())
+async def test_renewal_needs_no_space_and_says_that_the_journal_cannot_be_written(run: RunDir) -> None:
+    lease, file = await Lease.acquire(run, TIMEOUT_S), run.epochs / "000001"
+    before = file.stat()
+    for number in (errno.EDQUOT, 0):
+        lease.write_errno = number
+        lease.renew()
+        assert (holder(run) or LeaseHolder("", 0, 0)).write_errno == number
+    lease.release()
+    assert ((after := file.stat()).st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert holder(run) is None
 
 
 def test_claim_that_cannot_be_written_leaves_no_epoch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,25 +280,23 @@ class Storage:
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("failing_call", ["list", "read"])
-def test_time_without_a_readable_lease_does_not_count_as_silence(
+async def test_time_without_a_readable_lease_does_not_count_as_silence(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def outage() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
-        renewing = asyncio.create_task(keep_renewing(first))
-        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
-        await asyncio.sleep(TIMEOUT_S / 20)
-        storage = Storage(monkeypatch, failing_call, number)
-        storage.away = True
-        await asyncio.sleep(3 * TIMEOUT_S)
-        assert storage.failed > 3
-        assert not rival.done()
-        storage.away = False
-        with pytest.raises(LeaseHeld, match="is running on"):
-            await rival
-        renewing.cancel()
+    first = await Lease.acquire(run, TIMEOUT_S)
+    renewing = asyncio.create_task(keep_renewing(first))
+    rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+    await asyncio.sleep(TIMEOUT_S / 20)
+    storage = Storage(monkeypatch, failing_call, number)
+    storage.away = True
+    await asyncio.sleep(3 * TIMEOUT_S)
+    assert storage.failed > 3
+    assert not rival.done()
+    storage.away = False
+    with pytest.raises(LeaseHeld, match="is running on"):
+        await rival
+    renewing.cancel()
 
-    virtual.run(outage())
     assert len(caplog.records) == 1, "the unreadable lease was not logged exactly once"
     assert "cannot read the lease of small-1, so another manager may be running" in caplog.text
 
@@ -325,58 +316,49 @@ def test_silent_holder_is_succeeded_after_storage_is_back_for_the_timeout(
 
 
 @pytest.mark.parametrize("flickers", [lambda read: read % 2 == 0, lambda read: read % 7 != 0], ids=["half", "mostly"])
-def test_lease_that_is_readable_only_at_times_is_respected(
+async def test_lease_that_is_readable_only_at_times_is_respected(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, flickers: Callable[[int], bool]
 ) -> None:
-    async def challenge() -> None:
-        renewing = asyncio.create_task(keep_renewing(await Lease.acquire(run, TIMEOUT_S)))
-        reads, read = 0, lease_module._read
+    renewing = asyncio.create_task(keep_renewing(await Lease.acquire(run, TIMEOUT_S)))
+    reads, read = 0, lease_module._read
 
-        def torn(run: RunDir, epoch: int) -> lease_module.LeaseHolder | None:
-            nonlocal reads
-            reads += 1
-            return None if flickers(reads) else read(run, epoch)
+    def torn(run: RunDir, epoch: int) -> lease_module.LeaseHolder | None:
+        nonlocal reads
+        reads += 1
+        return None if flickers(reads) else read(run, epoch)
 
-        monkeypatch.setattr(lease_module, "_read", torn)
-        with pytest.raises(LeaseHeld, match="is running on"):
-            await Lease.acquire(run, TIMEOUT_S)
-        renewing.cancel()
-
-    virtual.run(challenge())
+    monkeypatch.setattr(lease_module, "_read", torn)
+    with pytest.raises(LeaseHeld, match="is running on"):
+        await Lease.acquire(run, TIMEOUT_S)
+    renewing.cancel()
 
 
-def test_challenger_that_was_frozen_restarts_its_watch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_challenger_that_was_frozen_restarts_its_watch(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder may have been frozen at the same time and for the same reason."""
 
-    async def challenge() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
-        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
-        await asyncio.sleep(TIMEOUT_S / 10)
-        passed = virtual.Clock.monotonic
-        monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * TIMEOUT_S))
-        await asyncio.sleep(TIMEOUT_S / 4)
-        first.renew()
-        with pytest.raises(LeaseHeld, match="is running on"):
-            await rival
-
-    virtual.run(challenge())
+    first = await Lease.acquire(run, TIMEOUT_S)
+    rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+    await asyncio.sleep(TIMEOUT_S / 10)
+    passed = virtual.Clock.monotonic
+    monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * TIMEOUT_S))
+    await asyncio.sleep(TIMEOUT_S / 4)
+    first.renew()
+    with pytest.raises(LeaseHeld, match="is running on"):
+        await rival
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_jump_of_the_wall_clock_loses_no_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
-    async def jump() -> None:
-        first = await Lease.acquire(run, TIMEOUT_S)
-        renewing = asyncio.create_task(keep_renewing(first))
-        rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
-        await asyncio.sleep(TIMEOUT_S / 10)
-        wall = virtual.Clock.time
-        monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
-        with pytest.raises(LeaseHeld, match="is running on"):
-            await rival
-        await first.ensure_current()
-        renewing.cancel()
-
-    virtual.run(jump())
+async def test_jump_of_the_wall_clock_loses_no_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    first = await Lease.acquire(run, TIMEOUT_S)
+    renewing = asyncio.create_task(keep_renewing(first))
+    rival = asyncio.create_task(Lease.acquire(run, TIMEOUT_S))
+    await asyncio.sleep(TIMEOUT_S / 10)
+    wall = virtual.Clock.time
+    monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
+    with pytest.raises(LeaseHeld, match="is running on"):
+        await rival
+    await first.ensure_current()
+    renewing.cancel()
 
 
 def test_run_without_a_manager_has_no_holder(run: RunDir) -> None:

@@ -11,8 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from rrl.manager.storage.journal import Journal
 from rrl.manager.tracking.main import FOLLOW, HIDDEN, HUNG_EXIT, LOCKED_EXIT, ONCE, UNTIL_END
 from rrl.manager.tracking.tracker_files import Progress, log_file, read_progress
 from rrl.tests.support.cli.story import Story, job_view
+from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.trackers.forked_process import PARENT, fork_server, start
 from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent, tensorboard_scalars
 
@@ -105,13 +105,6 @@ def server() -> Iterator[ForkServerContext]:
 def recorded(tmp_path: Path, server: ForkServerContext) -> Recorded:
     story = Story("small-1120-064114", job_view(steps=40)).works().recovers("rollout/0")
     return Recorded(tmp_path, story, server)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)

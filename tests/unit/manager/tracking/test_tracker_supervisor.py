@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,6 +15,7 @@ from rrl.manager.tracking import tracker_supervisor
 from rrl.manager.tracking.main import FOLLOW, ONCE
 from rrl.manager.tracking.tracker_files import Progress, write_progress
 from rrl.manager.tracking.tracker_supervisor import TrackerSupervisor
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.manager.jobs import job
 
 TIMEOUT_S = 60.0
@@ -50,20 +49,13 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "rrl.manager"]
 
 
-async def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
-
-
 def test_process_that_fails_repeatedly_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     passes(run, FAKE_TRACKER="fail")
 
     async def fail_often() -> None:
         supervisor = TrackerSupervisor(run, spec())
         supervisor.start()
-        await until(lambda: len(starts(run)) >= 4)
+        await eventually(lambda: len(starts(run)) >= 4)
         await supervisor.close(ended=False)
 
     with caplog.at_level(logging.WARNING, "rrl.manager"):
@@ -86,7 +78,7 @@ def test_process_that_hangs_is_logged_once_and_the_pause_before_its_restart_doub
 
     async def hang_often() -> None:
         supervisor.start()
-        await until(lambda: len(pauses) >= 3)
+        await eventually(lambda: len(pauses) >= 3)
         await supervisor.close(ended=False)
 
     monkeypatch.setattr(asyncio, "sleep", recorded_sleep)
@@ -106,9 +98,9 @@ def test_process_that_fails_after_sending_more_steps_is_logged_again(
     async def fail_after_progress() -> None:
         supervisor = TrackerSupervisor(run, spec())
         supervisor.start()
-        await until(lambda: len(starts(run)) >= 2)
+        await eventually(lambda: len(starts(run)) >= 2)
         write_progress(run, "tensorboard", Progress(step=7, error="ConnectionError: no route"))
-        await until(lambda: len(logged(caplog)) >= 2)
+        await eventually(lambda: len(logged(caplog)) >= 2)
         await supervisor.close(ended=False)
 
     with caplog.at_level(logging.WARNING, "rrl.manager"):
@@ -126,7 +118,7 @@ def test_process_that_does_not_end_is_killed_and_the_unsent_steps_are_named(
     async def end() -> None:
         supervisor = TrackerSupervisor(run, spec())
         supervisor.start()
-        await until((run.path / "ready").exists)
+        await eventually((run.path / "ready").exists)
         process = supervisor._processes["tensorboard"]
         await supervisor.close(ended=True)
         assert process.returncode == -9
@@ -138,41 +130,37 @@ def test_process_that_does_not_end_is_killed_and_the_unsent_steps_are_named(
     ]
 
 
-def test_a_process_that_is_not_running_at_the_end_of_the_run_is_started_once_more(run: RunDir) -> None:
+async def test_a_process_that_is_not_running_at_the_end_of_the_run_is_started_once_more(run: RunDir) -> None:
     passes(run, FAKE_TRACKER="fail")
 
-    async def end_between_attempts() -> None:
-        supervisor = TrackerSupervisor(run, spec())
-        supervisor.start()
-        await until(lambda: starts(run))
-        await supervisor._processes["tensorboard"].wait()
-        await supervisor.close(ended=True)
+    supervisor = TrackerSupervisor(run, spec())
+    supervisor.start()
+    await eventually(lambda: starts(run))
+    await supervisor._processes["tensorboard"].wait()
+    await supervisor.close(ended=True)
 
-    asyncio.run(end_between_attempts())
     modes = [line.split()[1] for line in starts(run)]
     assert (modes[0], modes[-1], modes.count(ONCE)) == (FOLLOW, ONCE, 1)
 
 
-def test_a_process_gets_only_the_variables_that_the_job_passes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_gets_only_the_variables_that_the_job_passes(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     passes(run, FAKE_TRACKER="fail", WANDB_API_KEY="y")
 
-    async def start() -> None:
-        supervisor = TrackerSupervisor(run, spec())
-        supervisor.start()
-        await until(lambda: starts(run))
-        await supervisor.close(ended=False)
+    supervisor = TrackerSupervisor(run, spec())
+    supervisor.start()
+    await eventually(lambda: starts(run))
+    await supervisor.close(ended=False)
 
-    asyncio.run(start())
     assert "WANDB_API_KEY" in starts(run)[0]
     assert "AWS_SECRET_ACCESS_KEY" not in starts(run)[0]
 
 
-def test_job_without_trackers_starts_no_process(run: RunDir) -> None:
-    async def start() -> None:
-        supervisor = TrackerSupervisor(run, job())
-        supervisor.start()
-        await supervisor.close(ended=True)
+async def test_job_without_trackers_starts_no_process(run: RunDir) -> None:
+    supervisor = TrackerSupervisor(run, job())
+    supervisor.start()
+    await supervisor.close(ended=True)
 
-    asyncio.run(start())
     assert not run.trackers.exists()

@@ -4,12 +4,13 @@ import asyncio
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from rrl.core.processes import read_process
 from rrl.roles.agents.user_program import ProgramFailed, program_agent
+from rrl.tests.support.listening_manager import wait_until
 
 DEADLINE_S = 60.0
 """Time limit in seconds, which only a broken build reaches."""
@@ -95,27 +96,22 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_cancelled_attempt_ends_the_program_and_its_children(tmp_path: Path) -> None:
+async def test_cancelled_attempt_ends_the_program_and_its_children(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ENDLESS)
     pids = tmp_path / "pids"
 
-    async def main() -> None:
-        agent = program_agent([sys.executable, "program.py"], tmp_path)
-        attempt = asyncio.ensure_future(agent("i", "u", "k"))
-        async with asyncio.timeout(DEADLINE_S):
-            while not pids.exists():
-                await asyncio.sleep(0.01)
-            attempt.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await attempt
+    agent = program_agent([sys.executable, "program.py"], tmp_path)
+    attempt = asyncio.ensure_future(agent("i", "u", "k"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not pids.exists():
+            await asyncio.sleep(0.01)
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
 
-    asyncio.run(main())
     program, child = map(int, pids.read_text().split())
-    assert not Path(f"/proc/{program}").exists()  # it is reaped
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_gone(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert is_gone(child)
+    assert read_process(program) is None  # it is reaped
+    wait_until(lambda: is_gone(child))
 
 
 def test_child_in_a_session_of_its_own_does_not_delay_the_end_of_the_attempt(tmp_path: Path) -> None:

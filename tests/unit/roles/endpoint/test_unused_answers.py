@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from rrl.roles.models.tokenizer import EOS
-from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, USER, Scene
+from rrl.tests.support.listening_manager import wait_until
+from rrl.tests.support.roles.endpoint.served import CHAT, USER, Scene
 
 SHORT_S = 0.3
 """Time limit of an agent for an answer that does not come."""
@@ -22,13 +22,6 @@ def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
     made.server.stop()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def idle(scene: Scene) -> bool:
@@ -51,9 +44,9 @@ def test_answer_of_which_the_agent_got_nothing_is_reported(scene: Scene, stream:
         with pytest.raises(openai.APITimeoutError):  # KEEP_ALIVE_S is longer, so that nothing arrives
             chat.create(model="any", messages=USER)
         turn = scene.wait_opened(1)
-    until(lambda: (turn.id, True) in scene.turns.unused)
+    wait_until(lambda: (turn.id, True) in scene.turns.unused)
     scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert scene.turns.unused == [(turn.id, True)]
 
 
@@ -63,7 +56,7 @@ def test_answer_whose_agent_stops_reading_after_a_token_is_used(scene: Scene) ->
     scene.turns.sample(turn.id, *encode("1"))
     assert next(reply).choices[0].delta.content == "1"
     reply.close()
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert scene.turns.unused == []
 
 
@@ -74,7 +67,7 @@ def test_answer_whose_text_is_held_back_is_used_only_from_its_end_on(scene: Scen
     scene.turns.sample(turn.id, *encode("1"))
     assert not next(reply).choices[0].delta.content
     reply.close()
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert scene.turns.unused == [(turn.id, True)]
 
 
@@ -82,7 +75,7 @@ def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> N
     scene.answers("1")
     for _ in range(3):
         scene.create()
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert scene.turns.unused == [(turn.id, False) for turn in scene.opened[:2]]
 
 
@@ -100,7 +93,7 @@ def test_several_answers_at_the_same_time_are_all_used(scene: Scene) -> None:
     assert len(asyncio.run(ask())) == 3
     scene.answers("1")
     scene.create([{"role": "user", "content": "8"}], n=4)
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert scene.turns.unused == []
 
 
@@ -117,5 +110,5 @@ def test_answer_that_a_repeated_call_gets_is_not_reported_after_it(scene: Scene)
     scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
     assert "".join(part.choices[0].delta.content for part in streams[1]) == "1"
     streams[0].close()
-    until(lambda: idle(scene))
+    wait_until(lambda: idle(scene))
     assert (len(scene.opened), scene.turns.unused) == (1, [])

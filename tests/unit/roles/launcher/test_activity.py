@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +15,7 @@ from rrl.core.processes import Process
 from rrl.core.run_dir import write_atomically
 from rrl.roles.launcher.activity import Usage, has_worked, usage
 from rrl.roles.node_agent.load_sampler import StepLoadSampler
-from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually
 from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello, Load
 
 ME = (4242, 77)
@@ -84,29 +82,25 @@ HEARTBEATS_PER_SAMPLE = 5
 """Number of heartbeats within which a sample is taken: heartbeats are 0.1 s apart, and samples 0.4 s."""
 
 
-def test_working_command_makes_progress_and_a_waiting_one_does_not(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            go = at.run.path / "go"
-            go.touch()
-            launch = msgspec.structs.replace(
-                at.launch(sys.executable, "-c", PROGRAM, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), watch="activity"
-            )
-            write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-            at.start(launch, patch="from rrl.roles.launcher import activity; activity.SAMPLE_INTERVAL_S = 0.4")
+async def test_working_command_makes_progress_and_a_waiting_one_does_not(at: Lab) -> None:
+    async with at.manager() as manager:
+        go = at.run.path / "go"
+        go.touch()
+        launch = msgspec.structs.replace(
+            at.launch(sys.executable, "-c", PROGRAM, env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), watch="activity"
+        )
+        write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+        at.start(launch, patch="from rrl.roles.launcher import activity; activity.SAMPLE_INTERVAL_S = 0.4")
 
-            def heartbeats() -> list[int]:
-                return [message.done for message in manager.received if isinstance(message, Heartbeat)]
+        def heartbeats() -> list[int]:
+            return [message.done for message in manager.received if isinstance(message, Heartbeat)]
 
-            hello = await manager.wait_for(Hello)
-            assert (hello.incarnation, hello.phase) == (launch.incarnation, "rollout")
-            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done >= 2)
-            assert any(isinstance(message, FirstWorkDone) for message in manager.received)
-            go.unlink()
-            await eventually(lambda: len(set(heartbeats()[-3 * HEARTBEATS_PER_SAMPLE :])) == 1, "a standstill")
-            (at.run.path / "go").touch()
-            still = heartbeats()[-1]
-            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done > still)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+        hello = await manager.wait_for(Hello)
+        assert (hello.incarnation, hello.phase) == (launch.incarnation, "rollout")
+        await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done >= 2)
+        assert any(isinstance(message, FirstWorkDone) for message in manager.received)
+        go.unlink()
+        await eventually(lambda: len(set(heartbeats()[-3 * HEARTBEATS_PER_SAMPLE :])) == 1, "a standstill")
+        (at.run.path / "go").touch()
+        still = heartbeats()[-1]
+        await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.done > still)

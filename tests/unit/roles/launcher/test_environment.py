@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.launch import ExitReason, ExitRecord, Launch
+from rrl.core.launch import ExitReason, Launch, ExitRecord
 from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
@@ -145,53 +145,41 @@ def test_role_has_raised_memlock_and_nofile_limits_and_no_core_dumps(tmp_path: P
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= MAX_NOFILE
 
 
-def test_setup_variables_reach_the_role_and_setup_output_is_logged(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
-            made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
-            at.start(made)
-            report = await manager.wait_for(ExitRecord)
-            assert (report.code, report.reason) == (5, ExitReason.EXITED)
-            await eventually(lambda: f"up {made.cwd}" in at.log(made))
-            assert "loading" in at.log(made)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+async def test_setup_variables_reach_the_role_and_setup_output_is_logged(at: Lab) -> None:
+    async with at.manager() as manager:
+        text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
+        made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
+        at.start(made)
+        report = await manager.wait_for(ExitRecord)
+        assert (report.code, report.reason) == (5, ExitReason.EXITED)
+        await eventually(lambda: f"up {made.cwd}" in at.log(made))
+        assert "loading" in at.log(made)
 
 
-def test_failed_setup_line_is_the_reason_in_the_exit_record(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
-            made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
-            step = at.start(made)
-            report = await manager.wait_for(ExitRecord)
-            assert report.reason is ExitReason.NOT_STARTED
-            assert report.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
-            record = at.record(made)
-            assert record is not None
-            assert (record.reason, record.detail) == (report.reason, report.detail)
-            await at.end_of(step)
-            assert not at.processes(made)  # the background process of the first setup line has ended, too
-            assert not (tmp_path / "started").exists()
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+async def test_failed_setup_line_is_the_reason_in_the_exit_record(at: Lab, tmp_path: Path) -> None:
+    async with at.manager() as manager:
+        text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
+        made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
+        step = at.start(made)
+        report = await manager.wait_for(ExitRecord)
+        assert report.reason is ExitReason.NOT_STARTED
+        assert report.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
+        record = at.record(made)
+        assert record is not None
+        assert (record.reason, record.detail) == (report.reason, report.detail)
+        await at.end_of(step)
+        assert not at.processes(made)  # the background process of the first setup line has ended, too
+        assert not (tmp_path / "started").exists()
 
 
-def test_stop_during_setup_is_recorded_as_stopped(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            text = prelude(EnvSpec(setup=(f"touch {tmp_path}/there; sleep 1003",)))
-            made = rewrite(at, at.launch("true", grace=0.5), setup=text)
-            step = at.start(made)
-            await eventually((tmp_path / "there").exists)
-            step.terminate()
-            assert (await manager.wait_for(ExitRecord)).reason == ExitReason.STOPPED
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+async def test_stop_during_setup_is_recorded_as_stopped(at: Lab, tmp_path: Path) -> None:
+    async with at.manager() as manager:
+        text = prelude(EnvSpec(setup=(f"touch {tmp_path}/there; sleep 1003",)))
+        made = rewrite(at, at.launch("true", grace=0.5), setup=text)
+        step = at.start(made)
+        await eventually((tmp_path / "there").exists)
+        step.terminate()
+        assert (await manager.wait_for(ExitRecord)).reason == ExitReason.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -206,44 +194,34 @@ def test_stop_during_setup_is_recorded_as_stopped(tmp_path: Path) -> None:
         ((), "import time; time.sleep(1004)", "did not end within 0.3 s"),
     ],
 )
-def test_agent_reports_a_failed_import_probe_in_its_hello(
-    tmp_path: Path, setup: tuple[str, ...], probe: str, expected_text: str
+async def test_agent_reports_a_failed_import_probe_in_its_hello(
+    at: Lab, setup: tuple[str, ...], probe: str, expected_text: str
 ) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            made = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
-            within = 0.3 if "did not end" in expected_text else 60.0
-            made = rewrite(
-                at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_timeout=within
-            )
-            agent = at.start(made, "node_agent.main")
-            hello = await manager.wait_for(AgentHello)
-            assert expected_text in hello.probe if expected_text else hello.probe == ""
-            assert "\n" not in hello.probe
-            assert [process.pid for process in at.processes(made)] == [agent.pid], (
-                "a process of the probe has outlived it"
-            )
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager() as manager:
+        made = at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"})
+        within = 0.3 if "did not end" in expected_text else 60.0
+        made = rewrite(
+            at, made, setup=prelude(EnvSpec(setup=setup)), probe=(sys.executable, "-c", probe), probe_timeout=within
+        )
+        agent = at.start(made, "node_agent.main")
+        hello = await manager.wait_for(AgentHello)
+        assert expected_text in hello.probe if expected_text else hello.probe == ""
+        assert "\n" not in hello.probe
+        assert [process.pid for process in at.processes(made)] == [agent.pid], "a process of the probe has outlived it"
 
 
-def test_agent_without_the_network_reports_that_and_its_limits(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager:
-            made = rewrite(
-                at, at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), network="nonesuch0"
-            )
-            lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
-            at.start(made, "node_agent.main", patch=lower)
-            hello = await manager.wait_for(AgentHello)
-            assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
-            assert hello.memlock == 1 << 20
-            assert hello.nofile > 0
-            assert hello.rdma == rdma_devices()
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+async def test_agent_without_the_network_reports_that_and_its_limits(at: Lab) -> None:
+    async with at.manager() as manager:
+        made = rewrite(
+            at, at.launch(replica="agent/local1", env={"RRL_HEARTBEAT_INTERVAL": "0.1"}), network="nonesuch0"
+        )
+        lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
+        at.start(made, "node_agent.main", patch=lower)
+        hello = await manager.wait_for(AgentHello)
+        assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
+        assert hello.memlock == 1 << 20
+        assert hello.nofile > 0
+        assert hello.rdma == rdma_devices()
 
 
 def test_agent_sees_all_gpus_of_its_node() -> None:
@@ -252,7 +230,7 @@ def test_agent_sees_all_gpus_of_its_node() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_gpu_query_does_not_lose_a_cancellation() -> None:
+async def test_gpu_query_does_not_lose_a_cancellation() -> None:
     """asyncio.wait_for of Python 3.11 may lose a cancellation that arrives at its end.
 
     The exit of a role that ends at once would then never be reported.
@@ -262,12 +240,9 @@ def test_gpu_query_does_not_lose_a_cancellation() -> None:
         await assigned_gpus_with_timeout({})
         await asyncio.Event().wait()
 
-    async def story() -> None:
-        for turn in range(2000):
-            querying = asyncio.create_task(query())
-            for _ in range(turn % 40):
-                await asyncio.sleep(0)
-            querying.cancel()
-            assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"
-
-    asyncio.run(story())
+    for turn in range(2000):
+        querying = asyncio.create_task(query())
+        for _ in range(turn % 40):
+            await asyncio.sleep(0)
+        querying.cancel()
+        assert (await asyncio.wait([querying], timeout=30.0))[0], "the cancelled query continues"

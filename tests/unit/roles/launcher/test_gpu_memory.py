@@ -48,32 +48,24 @@ async def started(at: Lab, launch: Launch) -> None:
     await eventually(lambda: [p for p in at.processes(launch) if _is_the_command(p.pid)])
 
 
-def test_role_on_an_occupied_gpu_is_not_started_and_its_record_names_the_process(tmp_path: Path) -> None:
+async def test_role_on_an_occupied_gpu_is_not_started_and_its_record_names_the_process(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB).process(1, 4242)
 
-    async def story(at: Lab) -> None:
-        async with at.manager(), step(at, driver, waits=0.5) as launch:
-            record = await ended(at, launch)
-            assert record.reason is ExitReason.GPUS_OCCUPIED
-            assert record.detail == f"3072 MiB of GPU {driver.uuid(1)} are still in use by process 4242"
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager(), step(at, driver, waits=0.5) as launch:
+        record = await ended(at, launch)
+        assert record.reason is ExitReason.GPUS_OCCUPIED
+        assert record.detail == f"3072 MiB of GPU {driver.uuid(1)} are still in use by process 4242"
 
 
-def test_role_waits_for_gpu_memory_that_is_released(tmp_path: Path) -> None:
+async def test_role_waits_for_gpu_memory_that_is_released(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager, step(at, driver, waits=60.0) as launch:
-            await eventually(lambda: launch.incarnation in manager.peers)
-            await asyncio.sleep(1.0)  # long enough for the step to start, if it did not wait
-            assert not [p for p in at.processes(launch) if _is_the_command(p.pid)]
-            driver.set(1, "memory_used", 100 * 2**20)
-            await started(at, launch)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager() as manager, step(at, driver, waits=60.0) as launch:
+        await eventually(lambda: launch.incarnation in manager.peers)
+        await asyncio.sleep(1.0)  # long enough for the step to start, if it did not wait
+        assert not [p for p in at.processes(launch) if _is_the_command(p.pid)]
+        driver.set(1, "memory_used", 100 * 2**20)
+        await started(at, launch)
 
 
 def _is_the_command(pid: int) -> bool:
@@ -83,15 +75,11 @@ def _is_the_command(pid: int) -> bool:
         return False
 
 
-def test_other_gpus_and_the_drivers_reserve_do_not_delay_a_role(tmp_path: Path) -> None:
+async def test_other_gpus_and_the_drivers_reserve_do_not_delay_a_role(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(0, "memory_used", 70 * GIB).set(1, "memory_reserved", GIB)
 
-    async def story(at: Lab) -> None:
-        async with at.manager(), step(at, driver, waits=600.0) as launch:
-            await started(at, launch)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager(), step(at, driver, waits=600.0) as launch:
+        await started(at, launch)
 
 
 def test_role_starts_if_nvml_cannot_read_the_memory(tmp_path: Path) -> None:
@@ -112,56 +100,40 @@ def test_role_starts_if_nvml_cannot_read_the_memory(tmp_path: Path) -> None:
             asyncio.run(story(at))
 
 
-def test_hung_driver_delays_a_role_but_does_not_prevent_its_start(tmp_path: Path) -> None:
+async def test_hung_driver_delays_a_role_but_does_not_prevent_its_start(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
-    async def story(at: Lab) -> None:
-        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; gpu_memory.DRIVER_TIMEOUT_S = 0.5"
-        async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
-            await started(at, launch)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; gpu_memory.DRIVER_TIMEOUT_S = 0.5"
+    async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
+        await started(at, launch)
 
 
-def test_step_that_waits_for_gpu_memory_exits_on_a_stop_request(tmp_path: Path) -> None:
+async def test_step_that_waits_for_gpu_memory_exits_on_a_stop_request(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
-            await eventually(lambda: launch.incarnation in manager.peers)
-            await manager.send(launch.incarnation, Stop(launch.incarnation, 1.0, "done"))
-            record = await ended(at, launch)
-            assert (record.reason, record.code, record.signal) == (ExitReason.STOPPED, None, None)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
+        await eventually(lambda: launch.incarnation in manager.peers)
+        await manager.send(launch.incarnation, Stop(launch.incarnation, 1.0, "done"))
+        record = await ended(at, launch)
+        assert (record.reason, record.code, record.signal) == (ExitReason.STOPPED, None, None)
 
 
-def test_killed_step_leaves_a_gpu_memory_check_that_its_agent_finds(tmp_path: Path) -> None:
+async def test_killed_step_leaves_a_gpu_memory_check_that_its_agent_finds(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
-    async def story(at: Lab) -> None:
-        async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
-            await eventually(lambda: launch.incarnation in manager.peers)
-            asker = await eventually(lambda: [p for p in at.processes(launch) if p.step and not p.module])
-            assert not [p for p in asker if _is_the_command(p.pid)]
-            os.kill(int(asker[0].step.partition(".")[0]), SIGKILL)
-            at.start(at.launch(replica="agent/local1"), "node_agent.main")
-            await eventually(lambda: not at.processes(launch))
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager() as manager, step(at, driver, waits=600.0) as launch:
+        await eventually(lambda: launch.incarnation in manager.peers)
+        asker = await eventually(lambda: [p for p in at.processes(launch) if p.step and not p.module])
+        assert not [p for p in asker if _is_the_command(p.pid)]
+        os.kill(int(asker[0].step.partition(".")[0]), SIGKILL)
+        at.start(at.launch(replica="agent/local1"), "node_agent.main")
+        await eventually(lambda: not at.processes(launch))
 
 
-def test_role_starts_if_the_gpu_memory_check_cannot_start(tmp_path: Path) -> None:
+async def test_role_starts_if_the_gpu_memory_check_cannot_start(at: Lab, tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
-    async def story(at: Lab) -> None:
-        none = "gpu_memory.sys = type('S', (), {'executable': '/no'})"
-        patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; {none}"
-        async with at.manager(), step(at, driver, waits=600.0, patch=patch) as launch:
-            await started(at, launch)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    none = "gpu_memory.sys = type('S', (), {'executable': '/no'})"
+    patch = f"{SLURM_GPU}; from rrl.roles.launcher import gpu_memory; {none}"
+    async with at.manager(), step(at, driver, waits=600.0, patch=patch) as launch:
+        await started(at, launch)

@@ -11,6 +11,7 @@ import pytest
 
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.processes import (
+    STEP_ENV,
     STEP_MODULE,
     Process,
     kill_and_wait,
@@ -20,8 +21,8 @@ from rrl.core.processes import (
     sweep,
     with_marks,
 )
-from rrl.roles.launcher.process_group import Census, kill_group
-from rrl.tests.support.listening_manager import wait_until
+from rrl.roles.launcher.process_group import Census, end_descendants, kill_group
+from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 
 
 @pytest.fixture
@@ -164,3 +165,13 @@ def test_old_own_processes_are_not_read_again_and_leave_the_census_when_they_end
     child.kill()
     child.wait()
     assert census._process(child.pid, before) is None
+
+
+def test_process_that_has_left_the_tree_of_its_step_ends_with_the_step_by_its_mark(
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    step, other = sleeper(started), sleeper(started)
+    left = sleeper(started, **{STEP_ENV: step.name})
+    assert end_descendants(step, TIMEOUT_S) == []
+    assert read_process(left.pid) is None
+    assert read_process(other.pid) == msgspec.structs.replace(other, launch="", step="", module="")

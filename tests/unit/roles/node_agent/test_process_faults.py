@@ -29,7 +29,7 @@ def test_every_kind_of_fault_has_a_performer() -> None:
     assert all(is_lasting(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
 
 
-def test_out_of_memory_fails_the_next_allocation_and_keeps_earlier_ones(tmp_path: Path) -> None:
+async def test_out_of_memory_fails_the_next_allocation_and_keeps_earlier_ones(at: Lab, tmp_path: Path) -> None:
     code = """
 import os, sys, time
 held = bytearray(2**20)
@@ -41,42 +41,34 @@ while not os.path.exists(sys.argv[1]):
 bytearray(2**26)
 """
 
-    async def story(at: Lab) -> None:
-        async with at.manager():
-            go = tmp_path / "go"
-            launch = at.launch(sys.executable, "-c", code, str(go))
-            step = at.start(launch)
-            target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
-            # so that the program has no imports left, whose allocations could fail first
-            await eventually(go.with_name("begun").exists)
-            assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
-            assert read_process(target.command.pid) is not None
-            go.touch()
-            assert await at.end_of(step) == 1
-            await eventually(lambda: "MemoryError" in at.log(launch))
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+    async with at.manager():
+        go = tmp_path / "go"
+        launch = at.launch(sys.executable, "-c", code, str(go))
+        step = at.start(launch)
+        target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
+        # so that the program has no imports left, whose allocations could fail first
+        await eventually(go.with_name("begun").exists)
+        assert "MiB" in PERFORMERS[FaultKind.OUT_OF_MEMORY](target)
+        assert read_process(target.command.pid) is not None
+        go.touch()
+        assert await at.end_of(step) == 1
+        await eventually(lambda: "MemoryError" in at.log(launch))
 
 
-def test_target_is_the_process_group_of_the_command_only(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with at.manager():
-            launch = at.launch("sh", "-c", "(setsid sleep 1001 &); sleep 1000; true")
-            step = at.start(launch)
-            file = str(at.run.launch_file(launch.tag))
-            target = await eventually(lambda: target_of(at, file))
-            assert target.step.pid == step.pid
-            assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
+async def test_target_is_the_process_group_of_the_command_only(at: Lab) -> None:
+    async with at.manager():
+        launch = at.launch("sh", "-c", "(setsid sleep 1001 &); sleep 1000; true")
+        step = at.start(launch)
+        file = str(at.run.launch_file(launch.tag))
+        target = await eventually(lambda: target_of(at, file))
+        assert target.step.pid == step.pid
+        assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
+        PERFORMERS[FaultKind.KILL](target)
+        assert await at.end_of(step) == 128 + signal.SIGKILL
+        with pytest.raises(NotPerformed, match="is not running"):
+            find_target(file)
+        with pytest.raises(NotPerformed, match="has ended"):
             PERFORMERS[FaultKind.KILL](target)
-            assert await at.end_of(step) == 128 + signal.SIGKILL
-            with pytest.raises(NotPerformed, match="is not running"):
-                find_target(file)
-            with pytest.raises(NotPerformed, match="has ended"):
-                PERFORMERS[FaultKind.KILL](target)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
 
 
 def test_step_without_a_started_command_is_not_a_target(tmp_path: Path) -> None:

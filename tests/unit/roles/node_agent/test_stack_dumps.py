@@ -20,7 +20,7 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, summary_lines
 from rrl.roles.node_agent import stack_dumps
 from rrl.roles.node_agent.stack_dumps import MAX_DUMP_BYTES, MAX_PROCESSES, dump_stacks
-from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually
 from rrl.tests.support.roles.agent_node import node
 from rrl.transport.control.sockets import MANAGER_BOUNDS, encode_frame
 from rrl.transport.messages import DumpStacks, Stacks
@@ -168,21 +168,13 @@ def test_largest_answer_fits_into_one_message_to_the_manager() -> None:
     assert len(encode_frame(1, None, Stacks(AGENT, SUSPECT, 5, dumps))) < MANAGER_BOUNDS.max_frame_bytes
 
 
-def test_agent_dumps_a_step_of_its_node_while_its_heartbeats_continue(tmp_path: Path) -> None:
-    async def story(at: Lab) -> None:
-        async with node(at) as lab_node:
-            suspect, command = await lab_node.step(sys.executable, "-c", WEDGED)
-            await lab_node.wait_for_steps(suspect)
-            await eventually(lambda: "here" in at.log(suspect), "the wedged process")
-            await lab_node.manager.send(lab_node.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
-            answer = await lab_node.manager.wait_for(Stacks)
-            assert (answer.incarnation, answer.target, answer.id) == (
-                lab_node.launch.incarnation,
-                suspect.incarnation,
-                9,
-            )
-            assert "wedged_here" in answer.dumps[command.pid]
-            await lab_node.wait_for_steps(suspect)
-
-    with lab(tmp_path) as at:
-        asyncio.run(story(at))
+async def test_agent_dumps_a_step_of_its_node_while_its_heartbeats_continue(at: Lab) -> None:
+    async with node(at) as lab_node:
+        suspect, command = await lab_node.step(sys.executable, "-c", WEDGED)
+        await lab_node.wait_for_steps(suspect)
+        await eventually(lambda: "here" in at.log(suspect), "the wedged process")
+        await lab_node.manager.send(lab_node.launch.incarnation, DumpStacks(suspect.incarnation, suspect.tag, 9))
+        answer = await lab_node.manager.wait_for(Stacks)
+        assert (answer.incarnation, answer.target, answer.id) == (lab_node.launch.incarnation, suspect.incarnation, 9)
+        assert "wedged_here" in answer.dumps[command.pid]
+        await lab_node.wait_for_steps(suspect)

@@ -84,10 +84,7 @@ def test_unauthenticated_local_connections_are_few_and_short_and_members_are_ser
         connections.append(stranger)
         assert descriptors() - before - len(connections) <= BOUND
     with member(keys) as client:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (kept := _stored(client)):
-            assert time.monotonic() < deadline
-        assert len(kept) == 1
+        wait_until(lambda: len(_stored(client)) == 1)
     for stranger in connections:
         stranger.close()
     wait_until(lambda: len(here._buffers.snapshots(GANG)) == 1 and descriptors() <= before + 4)
@@ -132,30 +129,27 @@ def test_proof_for_weights_or_for_another_node_is_rejected(keys: RunKeys, here: 
     asyncio.run(knock(remote_key(keys.secret), local_key(NODE, keys.secret)))
 
 
-def test_process_with_the_socket_name_of_an_agent_gets_and_serves_no_snapshot(keys: RunKeys) -> None:
-    async def impostor() -> None:
-        answering = []
+async def test_process_with_the_socket_name_of_an_agent_gets_and_serves_no_snapshot(keys: RunKeys) -> None:
+    answering = []
 
-        def meet(line: Connection) -> None:
-            answering.append(asyncio.create_task(answer(line)))
+    def meet(line: Connection) -> None:
+        answering.append(asyncio.create_task(answer(line)))
 
-        async def answer(line: Connection) -> bytes:
-            heard = bytearray(32)
-            await line.receive(memoryview(heard))
-            await line.send(os.urandom(64))
-            with pytest.raises(TransportError):
-                await line.receive(memoryview(bytearray(1)))
-            return bytes(heard)
+    async def answer(line: Connection) -> bytes:
+        heard = bytearray(32)
+        await line.receive(memoryview(heard))
+        await line.send(os.urandom(64))
+        with pytest.raises(TransportError):
+            await line.receive(memoryview(bytearray(1)))
+        return bytes(heard)
 
-        listener = UnixListener(name_of(keys), meet)
-        try:
-            with member(keys) as client, pytest.raises(SnapshotError, match="does not know this run's secret"):
-                await asyncio.to_thread(client.buffer, 1000, 1)
-            await asyncio.gather(*answering)
-        finally:
-            listener.close()
-
-    asyncio.run(impostor())
+    listener = UnixListener(name_of(keys), meet)
+    try:
+        with member(keys) as client, pytest.raises(SnapshotError, match="does not know this run's secret"):
+            await asyncio.to_thread(client.buffer, 1000, 1)
+        await asyncio.gather(*answering)
+    finally:
+        listener.close()
 
 
 def test_socket_name_that_is_still_in_use_is_tried_again(keys: RunKeys) -> None:
@@ -258,26 +252,23 @@ def test_undecodable_request_closes_only_its_own_connection(
         assert client.list_snapshots() == client.list_snapshots(here.address) == []
 
 
-def test_missing_descriptors_raise_an_error() -> None:
-    async def story() -> None:
-        left, right = (UnixConnection(end) for end in socket.socketpair(socket.AF_UNIX))
-        await left.send_descriptors([0])
-        before = descriptors()
-        with pytest.raises(TransportError, match="received 1 file descriptors instead of 2"):
-            await right.receive_descriptors(2)
-        assert descriptors() == before
-        await left.send(b"x")
-        waiting = asyncio.create_task(right.receive(memoryview(bytearray(2))))
-        await asyncio.sleep(0)
-        right.abort()
-        with pytest.raises(TransportError):
-            await waiting
-        assert left.broken
-        assert right.broken
-        left.abort()
-        assert descriptors() == before - 2
-
-    asyncio.run(story())
+async def test_missing_descriptors_raise_an_error() -> None:
+    left, right = (UnixConnection(end) for end in socket.socketpair(socket.AF_UNIX))
+    await left.send_descriptors([0])
+    before = descriptors()
+    with pytest.raises(TransportError, match="received 1 file descriptors instead of 2"):
+        await right.receive_descriptors(2)
+    assert descriptors() == before
+    await left.send(b"x")
+    waiting = asyncio.create_task(right.receive(memoryview(bytearray(2))))
+    await asyncio.sleep(0)
+    right.abort()
+    with pytest.raises(TransportError):
+        await waiting
+    assert left.broken
+    assert right.broken
+    left.abort()
+    assert descriptors() == before - 2
 
 
 def test_socket_name_is_short_enough_for_any_run_name(keys: RunKeys) -> None:

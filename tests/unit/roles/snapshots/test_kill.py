@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.roles.snapshots.servers import member, snapshot_server
 from rrl.tests.support.roles.snapshots.writer import SIZE
 from rrl.transport.keys import RunKeys
@@ -56,10 +57,7 @@ def live_and_die(members: Members, incarnation: int, where: str, chance: random.
     process = members.start(incarnation, where)
     try:
         if where == "never":
-            deadline = time.monotonic() + PATIENCE
-            while members.begun == before:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            wait_until(lambda: members.begun != before)
             time.sleep(chance.random() * LATEST)
             signal.pidfd_send_signal(process, signal.SIGKILL)
         assert select.select([process], [], [], PATIENCE)[0], "the member does not end"

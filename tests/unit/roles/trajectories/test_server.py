@@ -185,77 +185,67 @@ def test_each_step_is_trained_exactly_once_although_the_store_is_killed_repeated
                 assert acknowledged is None or acknowledged.tokens == (token,)
 
 
-def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_refused(process: StoreProcess) -> None:
-    async def run() -> None:
-        process.start(ALL)
-        async with clients(process, ROLLOUT, OTHER) as (dead, heir):
-            (item,) = await dead.lease(1)
+async def test_work_of_a_dead_rollout_continues_elsewhere_and_its_own_requests_are_refused(
+    process: StoreProcess,
+) -> None:
+    process.start(ALL)
+    async with clients(process, ROLLOUT, OTHER) as (dead, heir):
+        (item,) = await dead.lease(1)
+        await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
+        process.set_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
+        taken: tuple[Item, ...] = ()
+        while not taken:  # until the store knows the new membership; before that, the successor holds other items
+            taken = tuple(x for x in await heir.lease(9) if x.trajectory == item.trajectory)
+        with pytest.raises(Fenced, match="succeeded"):
             await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
-            process.set_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
-            taken: tuple[Item, ...] = ()
-            while not taken:  # until the store knows the new membership; before that, the successor holds other items
-                taken = tuple(x for x in await heir.lease(9) if x.trajectory == item.trajectory)
-            with pytest.raises(Fenced, match="succeeded"):
-                await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
-            assert taken[0].so_far == (segment(item.trajectory, 0, (5, 6), step=3),)
-            assert taken[0].max_new == MAX_NEW - 2
-            with pytest.raises(Fenced):
-                await dead.lease(1)
-
-    asyncio.run(run())
+        assert taken[0].so_far == (segment(item.trajectory, 0, (5, 6), step=3),)
+        assert taken[0].max_new == MAX_NEW - 2
+        with pytest.raises(Fenced):
+            await dead.lease(1)
 
 
-def test_only_lost_trajectories_of_an_append_are_left_out(process: StoreProcess) -> None:
-    async def run() -> None:
-        process.start(ALL)
-        async with clients(process, ROLLOUT, OTHER, REWARD) as (mine, other, reward):
-            await mine.lease(1)
-            await other.lease(1)
-            assert await mine.append([segment(0), segment(1)], [0, 1]) == (1,)
-            assert [item.trajectory for item in await lease_scoring(reward, 9)] == [0]
-            assert await other.append([segment(1)], [1]) == ()
-
-    asyncio.run(run())
+async def test_only_lost_trajectories_of_an_append_are_left_out(process: StoreProcess) -> None:
+    process.start(ALL)
+    async with clients(process, ROLLOUT, OTHER, REWARD) as (mine, other, reward):
+        await mine.lease(1)
+        await other.lease(1)
+        assert await mine.append([segment(0), segment(1)], [0, 1]) == (1,)
+        assert [item.trajectory for item in await lease_scoring(reward, 9)] == [0]
+        assert await other.append([segment(1)], [1]) == ()
 
 
-def test_superseded_trainer_cannot_commit(process: StoreProcess) -> None:
-    async def run() -> None:
-        process.start(ALL)
-        crew = Crew(1)
-        async with clients(process, ROLLOUT, REWARD, TRAINER, incarnation_of("trainer/0", 2)) as (
-            rollout,
-            reward,
-            old,
-            new,
-        ):
-            rolling = asyncio.create_task(crew.roll(rollout, 5))
-            rewarding = asyncio.create_task(crew.reward(reward))
-            batch = await batch_of(old, 1, DEADLINE)
-            assert batch is not None
-            assert await new.ask(GetCommitted) == CommittedState(None, None)
-            with pytest.raises(Fenced):
-                await old.commit(1, manifest(1), batch.digest)
-            assert await batch_of(new, 1) == batch
-            with pytest.raises(Refused, match="bound to"):
-                await new.commit(1, manifest(1), "0" * 64)
-            await new.commit(1, manifest(1), batch.digest)
-            assert await new.ask(GetCommitted) == CommittedState(1, manifest(1))
-            crew.done.set()
-            await asyncio.gather(rolling, rewarding)
-
-    asyncio.run(run())
+async def test_superseded_trainer_cannot_commit(process: StoreProcess) -> None:
+    process.start(ALL)
+    crew = Crew(1)
+    async with clients(process, ROLLOUT, REWARD, TRAINER, incarnation_of("trainer/0", 2)) as (
+        rollout,
+        reward,
+        old,
+        new,
+    ):
+        rolling = asyncio.create_task(crew.roll(rollout, 5))
+        rewarding = asyncio.create_task(crew.reward(reward))
+        batch = await batch_of(old, 1, DEADLINE)
+        assert batch is not None
+        assert await new.ask(GetCommitted) == CommittedState(None, None)
+        with pytest.raises(Fenced):
+            await old.commit(1, manifest(1), batch.digest)
+        assert await batch_of(new, 1) == batch
+        with pytest.raises(Refused, match="bound to"):
+            await new.commit(1, manifest(1), "0" * 64)
+        await new.commit(1, manifest(1), batch.digest)
+        assert await new.ask(GetCommitted) == CommittedState(1, manifest(1))
+        crew.done.set()
+        await asyncio.gather(rolling, rewarding)
 
 
-def test_worker_whose_welcome_came_before_the_stores_membership_is_served(process: StoreProcess) -> None:
-    async def run() -> None:
-        process.start([TRAINER])
-        async with clients(process, ROLLOUT) as (rollout,):
-            assert await rollout.lease(1, wait=0.0) == ()
-            asking = asyncio.create_task(rollout.lease(1, wait=DEADLINE))
-            process.set_membership(ALL)
-            assert len(await asking) == 1
-
-    asyncio.run(run())
+async def test_worker_whose_welcome_came_before_the_stores_membership_is_served(process: StoreProcess) -> None:
+    process.start([TRAINER])
+    async with clients(process, ROLLOUT) as (rollout,):
+        assert await rollout.lease(1, wait=0.0) == ()
+        asking = asyncio.create_task(rollout.lease(1, wait=DEADLINE))
+        process.set_membership(ALL)
+        assert len(await asking) == 1
 
 
 def test_store_is_found_in_the_membership_and_its_incarnation_is_the_epoch() -> None:
@@ -356,7 +346,7 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
     _serve(tmp_path, play)
 
 
-def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories(tmp_path: Path) -> None:
+async def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert len(lease(store, ROLLOUT, 2)) == 2
     store.append(ROLLOUT, [segment(0), segment(1)])
@@ -366,16 +356,14 @@ def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories
         requests.append(request)
         return answer(store, request)
 
-    async def run() -> None:
-        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
-        client._send = send  # type: ignore[assignment, method-assign]
-        other, next_of_1 = segment(0, tokens=(7, 7)), segment(1, 2, (9,))
-        lost, leased = await client.append_and_lease([other, next_of_1], [], 2, (0, 1))
-        assert lost == (0,)
-        (again, new) = leased
-        assert (again.trajectory, again.so_far, new.trajectory) == (0, (segment(0),), 2)
+    client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
+    client._send = send  # type: ignore[assignment, method-assign]
+    other, next_of_1 = segment(0, tokens=(7, 7)), segment(1, 2, (9,))
+    lost, leased = await client.append_and_lease([other, next_of_1], [], 2, (0, 1))
+    assert lost == (0,)
+    (again, new) = leased
+    assert (again.trajectory, again.so_far, new.trajectory) == (0, (segment(0),), 2)
 
-    asyncio.run(run())
     assert [(len(request.segments), request.lease and request.lease.holding) for request in requests] == [
         (2, (0, 1)),
         (1, (1,)),
@@ -407,23 +395,20 @@ def test_store_is_idle_until_it_is_given_a_request(tmp_path: Path) -> None:
     asyncio.run(run(open_store(tmp_path)))
 
 
-def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
-    async def run() -> None:
-        store = open_store(tmp_path)
-        script = Script(store)
+async def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    script = Script(store)
 
-        def full() -> None:
-            raise OSError(28, "No space left on device")
+    def full() -> None:
+        raise OSError(28, "No space left on device")
 
-        script._flush = full
-        script.send_request(1, LeaseWork(ROLLOUT, 8))
-        durable: list[CommitStatus] = []
-        with pytest.raises(OSError, match="No space"):
-            await Server(store, cast(Listener, script), on_durable=durable.append).run()
-        assert script.replies == {}
-        assert durable == [], "a commit that may be lost was reported as durable, after which checkpoints are deleted"
-
-    asyncio.run(run())
+    script._flush = full
+    script.send_request(1, LeaseWork(ROLLOUT, 8))
+    durable: list[CommitStatus] = []
+    with pytest.raises(OSError, match="No space"):
+        await Server(store, cast(Listener, script), on_durable=durable.append).run()
+    assert script.replies == {}
+    assert durable == [], "a commit that may be lost was reported as durable, after which checkpoints are deleted"
 
 
 def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(tmp_path: Path) -> None:
@@ -595,27 +580,24 @@ def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
     _serve(tmp_path, play, store=_ready(tmp_path))
 
 
-def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this rule, no reply of a store that needs longer than the resend interval would be accepted."""
     monkeypatch.setattr(client_module, "_RESEND_AFTER_S", 0.05)
     keys = RunKeys.make()
 
-    async def run() -> None:
-        async with asyncio.timeout(DEADLINE):
-            listener = await Listener.open(keys, StepRequest, epoch=1)
-            client = TrajectoryClient(keys, TRAINER, lambda: listener.address)
-            running = asyncio.create_task(client.run())
-            asked = asyncio.create_task(batch_of(client, 1, 0.0))
-            first = await listener.receive()
-            for _ in range(2):
-                await listener.receive()
-            await listener.send(first.peer, NotReady(), first.request_id)
-            assert await asked is None
-            await client.close()
-            await running
-            await listener.close()
-
-    asyncio.run(run())
+    async with asyncio.timeout(DEADLINE):
+        listener = await Listener.open(keys, StepRequest, epoch=1)
+        client = TrajectoryClient(keys, TRAINER, lambda: listener.address)
+        running = asyncio.create_task(client.run())
+        asked = asyncio.create_task(batch_of(client, 1, 0.0))
+        first = await listener.receive()
+        for _ in range(2):
+            await listener.receive()
+        await listener.send(first.peer, NotReady(), first.request_id)
+        assert await asked is None
+        await client.close()
+        await running
+        await listener.close()
 
 
 # ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -702,25 +684,22 @@ class InThisProcess:
         return answer(self.store, request)
 
 
-def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_ones(tmp_path: Path) -> None:
-    async def run() -> None:
-        store = open_store(tmp_path, staleness=0)
-        train(store, 1, at_most=BATCH * GROUP, weights=0)
-        here = [0]
-        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None, weights=lambda: here[0])
-        dialer = InThisProcess(store)
-        client._dialer = cast(Dialer, dialer)
-        assert await client.lease(8, wait=0.0) == ()
-        waiting = asyncio.create_task(client.lease(8, wait=DEADLINE))
-        while len(dialer.calls) < 2:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.1)
-        assert len(dialer.calls) == 2, "the request was repeated although nothing had changed"
-        here[0] = 1
-        assert len(await waiting) == BATCH * GROUP
-        assert [request.weights for request in dialer.calls] == [0, 0, 1]
-
-    asyncio.run(run())
+async def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_ones(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
+    here = [0]
+    client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None, weights=lambda: here[0])
+    dialer = InThisProcess(store)
+    client._dialer = cast(Dialer, dialer)
+    assert await client.lease(8, wait=0.0) == ()
+    waiting = asyncio.create_task(client.lease(8, wait=DEADLINE))
+    while len(dialer.calls) < 2:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)
+    assert len(dialer.calls) == 2, "the request was repeated although nothing had changed"
+    here[0] = 1
+    assert len(await waiting) == BATCH * GROUP
+    assert [request.weights for request in dialer.calls] == [0, 0, 1]
 
 
 def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: Path) -> None:
@@ -878,38 +857,35 @@ def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) 
     _serve(tmp_path, play)
 
 
-def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) -> None:
-    async def story() -> None:
-        answers: list[ProbeReply] = []
-        probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
-        me = SimpleNamespace(
-            launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")),
-            keys=RunKeys.make(),
-            host="127.0.0.1",
-            peers=None,
-            stopping=stopping,
-            progress=lambda units: None,
-            on_peers=lambda callback: None,
-            announce=lambda listens: announced.set(),
-            on_probe=probes.on_probe,
-            answer_probe=probes.answer,
-            note=lambda text: None,
-            idle=nullcontext,
-            report_evaluation=lambda result: None,
-            report_data=lambda data: None,
-        )
-        cleaner = SimpleNamespace(update=lambda status: None)
-        serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))
-        async with asyncio.timeout(DEADLINE):
-            await announced.wait()
-            probes.on_request(Probe(me.launch.incarnation, 3), me.launch.incarnation)
-            while not answers:
-                await asyncio.sleep(0.01)
-            stopping.set()
-            await serving
-        assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "the store's loop is running")]
-
-    asyncio.run(story())
+async def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) -> None:
+    answers: list[ProbeReply] = []
+    probes, stopping, announced = ProbeResponder(answers.append), threading.Event(), asyncio.Event()
+    me = SimpleNamespace(
+        launch=SimpleNamespace(incarnation=incarnation_of("trajectories/0")),
+        keys=RunKeys.make(),
+        host="127.0.0.1",
+        peers=None,
+        stopping=stopping,
+        progress=lambda units: None,
+        on_peers=lambda callback: None,
+        announce=lambda listens: announced.set(),
+        on_probe=probes.on_probe,
+        answer_probe=probes.answer,
+        note=lambda text: None,
+        idle=nullcontext,
+        report_evaluation=lambda result: None,
+        report_data=lambda data: None,
+    )
+    cleaner = SimpleNamespace(update=lambda status: None)
+    serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path), cast(Any, cleaner)))
+    async with asyncio.timeout(DEADLINE):
+        await announced.wait()
+        probes.on_request(Probe(me.launch.incarnation, 3), me.launch.incarnation)
+        while not answers:
+            await asyncio.sleep(0.01)
+        stopping.set()
+        await serving
+    assert answers == [ProbeReply(me.launch.incarnation, 3, ProbeResult.WORKS, "the store's loop is running")]
 
 
 # ── data that the trainer does not take ──────────────────────────────────────────────────────────────────────────────

@@ -130,29 +130,26 @@ async def _end_step(
     return {each.id for each in batch.trajectories}
 
 
-def test_rollout_that_dies_after_it_was_requested_to_hand_over_leaves_all_its_tokens_to_others(
+async def test_rollout_that_dies_after_it_was_requested_to_hand_over_leaves_all_its_tokens_to_others(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
-    async def run() -> None:
-        process = _crowded(tmp_path, processes)
-        async with clients(process, *ALL, SUCCESSOR) as (first, second, reward, trainer, successor):
-            made = await _begin(first, second)
-            process.set_membership({SUCCESSOR, *ALL[1:]})
-            heirs = {successor: 4, second: PLACES}
-            held = {
-                client: {each.trajectory: _length(each) for each in await _leased(client, count, count)}
-                for client, count in heirs.items()
-            }
-            with pytest.raises(Fenced):
-                await _grow(first, dict(made), list(made))
-            assert {trajectory: length for part in held.values() for trajectory, length in part.items()} == made
-            assert not successor._requested_back
-            assert len(await _end_step(held, reward, trainer)) == 8
-
-    asyncio.run(run())
+    process = _crowded(tmp_path, processes)
+    async with clients(process, *ALL, SUCCESSOR) as (first, second, reward, trainer, successor):
+        made = await _begin(first, second)
+        process.set_membership({SUCCESSOR, *ALL[1:]})
+        heirs = {successor: 4, second: PLACES}
+        held = {
+            client: {each.trajectory: _length(each) for each in await _leased(client, count, count)}
+            for client, count in heirs.items()
+        }
+        with pytest.raises(Fenced):
+            await _grow(first, dict(made), list(made))
+        assert {trajectory: length for part in held.values() for trajectory, length in part.items()} == made
+        assert not successor._requested_back
+        assert len(await _end_step(held, reward, trainer)) == 8
 
 
-def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and_loses_no_token(
+async def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and_loses_no_token(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
     """The store is killed after one answer was handed over and before it was leased again.
@@ -160,32 +157,29 @@ def test_store_killed_with_moves_under_way_moves_nothing_that_is_not_durable_and
     At this time another answer is requested back.
     """
 
-    async def run() -> None:
-        process = _crowded(tmp_path, processes)
-        async with clients(process, *ALL) as (first, second, reward, trainer):
-            made = await _begin(first, second)
-            gone = await _grow(first, made, list(made))
-            assert gone
-            process.kill()
-            await asyncio.to_thread(process.start, ALL)
-            kept = {each: length for each, length in made.items() if each not in gone}
-            again = await first.lease(0, 1.0, list(kept))
-            assert again == (), "the first rollout got answers that it already holds"
-            moved = {item.trajectory: _length(item) for item in await _leased(second, PLACES, len(gone))}
-            assert moved == {each: made[each] for each in gone}
-            more = await _grow(first, kept, list(kept))
-            more_moved = {}
-            if more:
-                more_moved = {
-                    item.trajectory: _length(item) for item in await _leased(second, PLACES, len(more), list(moved))
-                }
-            kept = {each: length for each, length in kept.items() if each not in more}
-            assert len(await _end_step({first: kept, second: {**moved, **more_moved}}, reward, trainer)) == 8
-
-    asyncio.run(run())
+    process = _crowded(tmp_path, processes)
+    async with clients(process, *ALL) as (first, second, reward, trainer):
+        made = await _begin(first, second)
+        gone = await _grow(first, made, list(made))
+        assert gone
+        process.kill()
+        await asyncio.to_thread(process.start, ALL)
+        kept = {each: length for each, length in made.items() if each not in gone}
+        again = await first.lease(0, 1.0, list(kept))
+        assert again == (), "the first rollout got answers that it already holds"
+        moved = {item.trajectory: _length(item) for item in await _leased(second, PLACES, len(gone))}
+        assert moved == {each: made[each] for each in gone}
+        more = await _grow(first, kept, list(kept))
+        more_moved = {}
+        if more:
+            more_moved = {
+                item.trajectory: _length(item) for item in await _leased(second, PLACES, len(more), list(moved))
+            }
+        kept = {each: length for each, length in kept.items() if each not in more}
+        assert len(await _end_step({first: kept, second: {**moved, **more_moved}}, reward, trainer)) == 8
 
 
-def test_store_killed_before_an_answer_to_a_hand_over_gives_the_repeated_request_the_same_result(
+async def test_store_killed_before_an_answer_to_a_hand_over_gives_the_repeated_request_the_same_result(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
     """The client does not learn whether its hand-over was carried out.
@@ -193,25 +187,22 @@ def test_store_killed_before_an_answer_to_a_hand_over_gives_the_repeated_request
     It therefore sends the request again to the next store.
     """
 
-    async def run() -> None:
-        process = _crowded(tmp_path, processes)
-        async with clients(process, *ALL) as (first, second, reward, trainer):
-            made = await _begin(first, second)
-            process.kill()
-            growing = asyncio.create_task(_grow(first, made, list(made)))
-            await asyncio.to_thread(process.start, ALL)
-            gone = await growing
-            assert gone
-            kept = {each: length for each, length in made.items() if each not in gone}
-            assert await first.lease(0, 1.0, list(kept)) == ()
-            moved = {item.trajectory: _length(item) for item in await _leased(second, PLACES, len(gone))}
-            assert moved == {each: made[each] for each in gone}
-            assert len(await _end_step({first: kept, second: moved}, reward, trainer)) == 8
-
-    asyncio.run(run())
+    process = _crowded(tmp_path, processes)
+    async with clients(process, *ALL) as (first, second, reward, trainer):
+        made = await _begin(first, second)
+        process.kill()
+        growing = asyncio.create_task(_grow(first, made, list(made)))
+        await asyncio.to_thread(process.start, ALL)
+        gone = await growing
+        assert gone
+        kept = {each: length for each, length in made.items() if each not in gone}
+        assert await first.lease(0, 1.0, list(kept)) == ()
+        moved = {item.trajectory: _length(item) for item in await _leased(second, PLACES, len(gone))}
+        assert moved == {each: made[each] for each in gone}
+        assert len(await _end_step({first: kept, second: moved}, reward, trainer)) == 8
 
 
-def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
+async def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
     tmp_path: Path, processes: list[StoreProcess]
 ) -> None:
     """Step 2 is the last step that may train the group of the dead rollout.
@@ -220,59 +211,56 @@ def test_step_goes_on_with_the_due_groups_of_a_dead_rollout_without_its_restart(
     """
     settings = {"staleness": 1, "groups_per_part": 1}
 
-    async def run() -> None:
-        process = StoreProcess(tmp_path, **settings)
-        processes.append(process)
-        process.start(ALL)
-        weights = 0
-        async with clients(process, REWARD, TRAINER) as (reward, trainer):
-            first, second = (
-                TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE_S, weights=lambda: weights)
-                for each in (ROLLOUT, OTHER)
+    process = StoreProcess(tmp_path, **settings)
+    processes.append(process)
+    process.start(ALL)
+    weights = 0
+    async with clients(process, REWARD, TRAINER) as (reward, trainer):
+        first, second = (
+            TrajectoryClient(process.keys, each, process.find, timeout=DEADLINE_S, weights=lambda: weights)
+            for each in (ROLLOUT, OTHER)
+        )
+        running = [asyncio.create_task(each.run()) for each in (first, second)]
+
+        async def finish(items: Sequence[Item], step: int) -> None:
+            await second.append(
+                [
+                    Segment(each.trajectory, _length(each), (5,), (-0.5,), segment(0, step=step).version)
+                    for each in items
+                ],
+                [each.trajectory for each in items],
             )
-            running = [asyncio.create_task(each.run()) for each in (first, second)]
+            left = len(items)
+            while left:
+                scored = await lease_scoring(reward, 8)
+                await reward.ask(PostScores, tuple(Score(item.trajectory, 1.0, 1.0) for item in scored))
+                left -= len(scored)
 
-            async def finish(items: Sequence[Item], step: int) -> None:
-                await second.append(
-                    [
-                        Segment(each.trajectory, _length(each), (5,), (-0.5,), segment(0, step=step).version)
-                        for each in items
-                    ],
-                    [each.trajectory for each in items],
-                )
-                left = len(items)
-                while left:
-                    scored = await lease_scoring(reward, 8)
-                    await reward.ask(PostScores, tuple(Score(item.trajectory, 1.0, 1.0) for item in scored))
-                    left -= len(scored)
-
-            due = await first.lease(2)  # a group that was begun with the weights of step 0
-            await first.append([segment(each.trajectory, 0, (7, 8)) for each in due])
-            await finish(await second.lease(4), 0)
-            batch = await batch_of(trainer, 1)
-            assert batch is not None
-            await trainer.commit(1, manifest(1), batch.digest)
-            weights = 1
-            await finish(await second.lease(2), 1)
-            part = await part_of(trainer, 2, 0)
-            assert part is not None
-            assert not part.last
-            assert await part_of(trainer, 2, 1, 0.0) is None, "the place of the due group was given to another group"
-            process.set_membership(ALL[1:])  # the rollout is dead, and no next incarnation has started
-            taken = await _leased(second, 2, 2)
-            assert {each.trajectory: each.so_far for each in taken} == {
-                each.trajectory: (segment(each.trajectory, 0, (7, 8)),) for each in due
-            }
-            await finish(taken, 1)
-            last = await part_of(trainer, 2, 1)
-            assert last is not None
-            assert last.last
-            assert {each.id for each in last.trajectories} == {each.trajectory for each in due}
-            assert last.max_age == 1
-            for each in (first, second):
-                await each.close()
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-    asyncio.run(run())
+        due = await first.lease(2)  # a group that was begun with the weights of step 0
+        await first.append([segment(each.trajectory, 0, (7, 8)) for each in due])
+        await finish(await second.lease(4), 0)
+        batch = await batch_of(trainer, 1)
+        assert batch is not None
+        await trainer.commit(1, manifest(1), batch.digest)
+        weights = 1
+        await finish(await second.lease(2), 1)
+        part = await part_of(trainer, 2, 0)
+        assert part is not None
+        assert not part.last
+        assert await part_of(trainer, 2, 1, 0.0) is None, "the place of the due group was given to another group"
+        process.set_membership(ALL[1:])  # the rollout is dead, and no next incarnation has started
+        taken = await _leased(second, 2, 2)
+        assert {each.trajectory: each.so_far for each in taken} == {
+            each.trajectory: (segment(each.trajectory, 0, (7, 8)),) for each in due
+        }
+        await finish(taken, 1)
+        last = await part_of(trainer, 2, 1)
+        assert last is not None
+        assert last.last
+        assert {each.id for each in last.trajectories} == {each.trajectory for each in due}
+        assert last.max_age == 1
+        for each in (first, second):
+            await each.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

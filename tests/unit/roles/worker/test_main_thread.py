@@ -10,7 +10,7 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.types import Incarnation, ProbeResult, ReplicaId
 from rrl.roles.worker.main_thread import ProbeResponder
-from rrl.tests.support.roles.worker_scene import Manager, Scene, play, role_process
+from rrl.tests.support.roles.worker_scene import Manager, Scene, role_process
 from rrl.transport.messages import Heartbeat, Inject, Injected, Probe, ProbeReply
 
 ME = Incarnation(ReplicaId("rollout/0"), 1)
@@ -113,37 +113,30 @@ def test_probe_of_another_incarnation_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(("code", "result"), [(ANSWERS, ProbeResult.WORKS), (NO_ANSWER, ProbeResult.NO_HANDLER)])
-def test_real_role_answers_at_its_next_call_or_by_its_connection(scene: Scene, code: str, result: ProbeResult) -> None:
-    async def story() -> None:
-        async with scene.manager() as manager, role_process(scene, manager, code) as (launch, _):
-            await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
-            answer = await manager.wait_for(ProbeReply)
-            assert (answer.incarnation, answer.id, answer.result) == (launch.incarnation, 3, result)
-
-    play(story)
-
-
-def test_rollout_that_waits_for_its_first_weights_answers_each_probe(scene: Scene) -> None:
-    async def story() -> None:
-        async with scene.manager() as manager, role_process(scene, manager, WAITS_FOR_WEIGHTS) as (launch, _):
-            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "wait_weights")
-            await manager.send(launch.incarnation, Probe(launch.incarnation, 5))
-            answer = await manager.wait_for(ProbeReply)
-            assert (answer.id, answer.result) == (5, ProbeResult.WORKS)
-
-    play(story)
+async def test_real_role_answers_at_its_next_call_or_by_its_connection(
+    scene: Scene, code: str, result: ProbeResult
+) -> None:
+    async with scene.manager() as manager, role_process(scene, manager, code) as (launch, _):
+        await manager.send(launch.incarnation, Probe(launch.incarnation, 3))
+        answer = await manager.wait_for(ProbeReply)
+        assert (answer.incarnation, answer.id, answer.result) == (launch.incarnation, 3, result)
 
 
-def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Scene) -> None:
-    async def story() -> None:
-        async with scene.manager() as manager, role_process(scene, manager, ANSWERS) as (launch, _):
-            await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
-            assert (await manager.wait_for(Injected)).ok
-            await manager.send(launch.incarnation, Probe(launch.incarnation, 4))
-            await _wait_for_heartbeats(manager, 20)
-            assert not [message for message in manager.received if isinstance(message, ProbeReply)]
+async def test_rollout_that_waits_for_its_first_weights_answers_each_probe(scene: Scene) -> None:
+    async with scene.manager() as manager, role_process(scene, manager, WAITS_FOR_WEIGHTS) as (launch, _):
+        await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "wait_weights")
+        await manager.send(launch.incarnation, Probe(launch.incarnation, 5))
+        answer = await manager.wait_for(ProbeReply)
+        assert (answer.id, answer.result) == (5, ProbeResult.WORKS)
 
-    play(story)
+
+async def test_role_with_a_dead_engine_sends_heartbeats_and_does_not_answer(scene: Scene) -> None:
+    async with scene.manager() as manager, role_process(scene, manager, ANSWERS) as (launch, _):
+        await manager.send(launch.incarnation, Inject(Fault("f1", FaultKind.ENGINE_DEAD), launch.tag))
+        assert (await manager.wait_for(Injected)).ok
+        await manager.send(launch.incarnation, Probe(launch.incarnation, 4))
+        await _wait_for_heartbeats(manager, 20)
+        assert not [message for message in manager.received if isinstance(message, ProbeReply)]
 
 
 async def _wait_for_heartbeats(manager: Manager, more: int) -> None:

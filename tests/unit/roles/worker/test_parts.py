@@ -16,7 +16,7 @@ from rrl.roles.trajectories.types import CommittedState
 from rrl.roles.worker.api import Worker
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
-from rrl.tests.support.roles.worker_scene import JOB, Scene, play
+from rrl.tests.support.roles.worker_scene import JOB, Scene
 from rrl.transport.messages import Committed, Goodbye
 
 GROUPS = 3
@@ -77,100 +77,87 @@ async def _play(
     return commits
 
 
-def test_a_step_comes_in_parts_as_its_groups_are_scored_and_is_committed_after_the_last(scene: Scene) -> None:
+async def test_a_step_comes_in_parts_as_its_groups_are_scored_and_is_committed_after_the_last(scene: Scene) -> None:
     given: list[tuple[int, int, int, bool]] = []
 
-    async def story() -> None:
-        with _store(scene) as store:
-            _score(store, 1)
-            me = _worker(scene)
+    with _store(scene) as store:
+        _score(store, 1)
+        me = _worker(scene)
 
-            def work(more: Callable[[int], None]) -> None:
-                for part in me.parts(after=me.committed):
-                    given.append((part.number, part.index, len(part.trajectories), part.last))
-                    assert me._connection.status.done == len(given) - 1, (
-                        "the progress is not the number of trained parts"
-                    )
-                    if part.last:
+        def work(more: Callable[[int], None]) -> None:
+            for part in me.parts(after=me.committed):
+                given.append((part.number, part.index, len(part.trajectories), part.last))
+                assert me._connection.status.done == len(given) - 1, "the progress is not the number of trained parts"
+                if part.last:
+                    _commit(me, part.number)
+                else:
+                    with pytest.raises(ValueError, match=f"cannot commit step {part.number}"):
                         _commit(me, part.number)
-                    else:
-                        with pytest.raises(ValueError, match=f"cannot commit step {part.number}"):
-                            _commit(me, part.number)
-                    more(2 if part.number == 1 else 1)
+                more(2 if part.number == 1 else 1)
 
-            commits = await _play(scene, store, me, work)
-            assert [commit.step for commit in commits] == [1, 2]
-            assert [commit.metrics["reward"] for commit in commits] == [1.0, 1.0]
+        commits = await _play(scene, store, me, work)
+        assert [commit.step for commit in commits] == [1, 2]
+        assert [commit.metrics["reward"] for commit in commits] == [1.0, 1.0]
 
-    play(story)
     assert given == [(1, 0, 2, False), (1, 1, 4, True), (2, 0, 4, False), (2, 1, 2, True)]
 
 
-def test_without_stream_each_step_is_one_part(scene: Scene) -> None:
-    async def story() -> None:
-        with _store(scene) as store:
-            _score(store, 2 * GROUPS)
-            me = _worker(scene, stream=False)
-            given: list[tuple[int, int, int, bool]] = []
+async def test_without_stream_each_step_is_one_part(scene: Scene) -> None:
+    with _store(scene) as store:
+        _score(store, 2 * GROUPS)
+        me = _worker(scene, stream=False)
+        given: list[tuple[int, int, int, bool]] = []
 
-            def work(_: object) -> None:
-                for part in me.parts():
-                    given.append((part.number, part.index, len(part.groups), part.last))
-                    _commit(me, part.number)
+        def work(_: object) -> None:
+            for part in me.parts():
+                given.append((part.number, part.index, len(part.groups), part.last))
+                _commit(me, part.number)
 
-            await _play(scene, store, me, work)
-            assert given == [(1, 0, GROUPS, True), (2, 0, GROUPS, True)]
-
-    play(story)
+        await _play(scene, store, me, work)
+        assert given == [(1, 0, GROUPS, True), (2, 0, GROUPS, True)]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_successor_gets_the_same_parts_or_all_of_their_groups_as_a_batch(scene: Scene, stream: bool) -> None:
+async def test_successor_gets_the_same_parts_or_all_of_their_groups_as_a_batch(scene: Scene, stream: bool) -> None:
     """While a step had one part, the run may have been resumed with another value of ``stream``."""
     before: list[str] = []
 
-    async def story() -> None:
-        with _store(scene) as store:
-            _score(store, 1)
-            first, second = _worker(scene), _worker(scene, SECOND, stream=stream)
+    with _store(scene) as store:
+        _score(store, 1)
+        first, second = _worker(scene), _worker(scene, SECOND, stream=stream)
 
-            def dies(_: object) -> None:
-                part = next(first.parts())
-                before.extend((part.digest, *map(str, part.groups)))
+        def dies(_: object) -> None:
+            part = next(first.parts())
+            before.extend((part.digest, *map(str, part.groups)))
 
-            await _play(scene, store, first, dies)
-            _score(store, GROUPS - 1)
-            store.update_membership([*crew.ALL[:-1], SECOND])
+        await _play(scene, store, first, dies)
+        _score(store, GROUPS - 1)
+        store.update_membership([*crew.ALL[:-1], SECOND])
 
-            def continues(_: object) -> None:
-                parts = [part for part in second.parts(after=second.committed) if part.number == 1]
-                groups = [str(group) for part in parts for group in part.groups]
-                assert (len(groups), groups[0]) == (GROUPS, before[1])
-                assert [part.digest == before[0] for part in parts] == ([True, False] if stream else [False])
-                _commit(second, 1)
+        def continues(_: object) -> None:
+            parts = [part for part in second.parts(after=second.committed) if part.number == 1]
+            groups = [str(group) for part in parts for group in part.groups]
+            assert (len(groups), groups[0]) == (GROUPS, before[1])
+            assert [part.digest == before[0] for part in parts] == ([True, False] if stream else [False])
+            _commit(second, 1)
 
-            second.job = msgspec.structs.replace(second.job, steps=1)
-            await _play(scene, store, second, continues)
-            state = store.committed(SECOND)
-            assert isinstance(state, CommittedState)
-            assert state.number == 1
-
-    play(story)
+        second.job = msgspec.structs.replace(second.job, steps=1)
+        await _play(scene, store, second, continues)
+        state = store.committed(SECOND)
+        assert isinstance(state, CommittedState)
+        assert state.number == 1
 
 
-def test_batches_of_a_run_that_streams_are_whole(scene: Scene) -> None:
-    async def story() -> None:
-        with _store(scene) as store:
-            _score(store, GROUPS)
-            me = _worker(scene, steps=1)
-            sizes: list[int] = []
+async def test_batches_of_a_run_that_streams_are_whole(scene: Scene) -> None:
+    with _store(scene) as store:
+        _score(store, GROUPS)
+        me = _worker(scene, steps=1)
+        sizes: list[int] = []
 
-            def work(_: object) -> None:
-                for batch in me.batches():
-                    sizes.append(len(batch.groups))
-                    _commit(me, batch.number)
+        def work(_: object) -> None:
+            for batch in me.batches():
+                sizes.append(len(batch.groups))
+                _commit(me, batch.number)
 
-            await _play(scene, store, me, work)
-            assert sizes == [GROUPS]
-
-    play(story)
+        await _play(scene, store, me, work)
+        assert sizes == [GROUPS]

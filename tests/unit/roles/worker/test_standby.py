@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import ExitReason, ExitRecord, Launch, tag_of
+from rrl.core.launch import ExitReason, Launch, tag_of, ExitRecord
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
@@ -22,7 +22,7 @@ from rrl.roles.worker import connection
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
-from rrl.tests.support.roles.worker_scene import Manager, Scene, play
+from rrl.tests.support.roles.worker_scene import Manager, Scene
 from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
@@ -105,178 +105,156 @@ def ranks(scene: Scene) -> None:
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ranks: None) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        begun = threading.Event()
-        async with scene.manager() as manager:
-            role = scene.start(me, works(me, begun))
-            hello = await manager.wait_for(Hello)
-            assert (hello.incarnation, hello.tag, hello.phase) == (STANDBY_PROCESS, me.launch.tag, "standby")
-            for _ in range(3):
-                manager.received.clear()
-                await manager.wait_for(
-                    Heartbeat,
-                    lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby",
-                )
-            assert not begun.is_set(), "the work began with the Welcome of the standby process, before its promotion"
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
-            assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), (
-                "the member is not the same step and process"
+async def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ranks: None) -> None:
+    me = standby_worker(scene)
+    begun = threading.Event()
+    async with scene.manager() as manager:
+        role = scene.start(me, works(me, begun))
+        hello = await manager.wait_for(Hello)
+        assert (hello.incarnation, hello.tag, hello.phase) == (STANDBY_PROCESS, me.launch.tag, "standby")
+        for _ in range(3):
+            manager.received.clear()
+            await manager.wait_for(
+                Heartbeat, lambda heartbeat: heartbeat.incarnation == STANDBY_PROCESS and heartbeat.phase == "standby"
             )
-            await eventually(begun.is_set)
-            assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
-            assert me.options == {}
-            await manager.stop(MEMBER)
-            await role.end()
-
-    play(story)
-
-
-def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterwards(scene: Scene) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-            await manager.wait_for(Heartbeat)
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
-            incarnations = [message.incarnation for message in manager.received]
-            assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), (
-                "heartbeats of the standby must come before those of the member"
-            )
-            first = manager.received[incarnations.index(MEMBER)]
-            assert isinstance(first, Hello), (
-                "the first message must be a Hello, not a heartbeat of an unknown incarnation"
-            )
-            await manager.stop(MEMBER)
-            await role.end()
-
-    play(story)
+        assert not begun.is_set(), "the work began with the Welcome of the standby process, before its promotion"
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        now = await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)
+        assert (now.tag, now.pid, now.phase) == (hello.tag, hello.pid, "starting"), (
+            "the member is not the same step and process"
+        )
+        await eventually(begun.is_set)
+        assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
+        assert me.options == {}
+        await manager.stop(MEMBER)
+        await role.end()
 
 
-def test_clock_of_a_promoted_process_begins_with_its_promotion(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_promotion_skips_no_heartbeat_and_none_has_the_old_incarnation_afterwards(scene: Scene) -> None:
+    me = standby_worker(scene)
+    async with scene.manager() as manager:
+        role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+        await manager.wait_for(Heartbeat)
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.incarnation == MEMBER)
+        incarnations = [message.incarnation for message in manager.received]
+        assert incarnations == sorted(incarnations, key=lambda incarnation: incarnation == MEMBER), (
+            "heartbeats of the standby must come before those of the member"
+        )
+        first = manager.received[incarnations.index(MEMBER)]
+        assert isinstance(first, Hello), "the first message must be a Hello, not a heartbeat of an unknown incarnation"
+        await manager.stop(MEMBER)
+        await role.end()
+
+
+async def test_clock_of_a_promoted_process_begins_with_its_promotion(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "CLOCK_REPORT_INTERVAL_S", 0.0)
 
-    async def story() -> None:
-        me = standby_worker(scene)
-        async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-            await eventually(lambda: sum(isinstance(message, Heartbeat) for message in manager.received) >= 3)
-            assert not any(isinstance(message, ClockReport) for message in manager.received)
-            began = me._connection.status.read_clock().began
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            report = await manager.wait_for(ClockReport)
-            assert report.incarnation == MEMBER
-            assert report.clock.began > began
-            assert {time.phase for time in report.clock.times} <= {"starting"}
-            await manager.stop(MEMBER)
-            await role.end()
-
-    play(story)
+    me = standby_worker(scene)
+    async with scene.manager() as manager:
+        role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+        await eventually(lambda: sum(isinstance(message, Heartbeat) for message in manager.received) >= 3)
+        assert not any(isinstance(message, ClockReport) for message in manager.received)
+        began = me._connection.status.read_clock().began
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        report = await manager.wait_for(ClockReport)
+        assert report.incarnation == MEMBER
+        assert report.clock.began > began
+        assert {time.phase for time in report.clock.times} <= {"starting"}
+        await manager.stop(MEMBER)
+        await role.end()
 
 
-def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        done = threading.Event()
+async def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene) -> None:
+    me = standby_worker(scene)
+    done = threading.Event()
 
-        def work() -> None:
-            me.progress()
-            me.publish(1, [])
-            me._connection.on_commit([StepMetrics(1, {})])
-            done.set()
-            me.stopping.wait(TIMEOUT_S)
+    def work() -> None:
+        me.progress()
+        me.publish(1, [])
+        me._connection.on_commit([StepMetrics(1, {})])
+        done.set()
+        me.stopping.wait(TIMEOUT_S)
 
-        async with scene.manager() as manager:
-            role = scene.start(me, work)
-            await manager.wait_for(Hello)
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            await eventually(done.is_set)
-            assert (await manager.wait_for(FirstWorkDone)).incarnation == MEMBER
-            assert (await manager.wait_for(Committed)).incarnation == MEMBER
-            assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == MEMBER
-            assert (await manager.wait_for(VersionAvailable)).version == Version(1, MEMBER.number)
-            fault = Fault("f1", FaultKind.ENGINE_DEAD, MEMBER.replica)
-            await manager.send(MEMBER, Inject(fault, "another step"))
-            assert (await manager.wait_for(Injected)).incarnation == MEMBER
-            await manager.stop(MEMBER)
-            await role.end()
-
-    play(story)
+    async with scene.manager() as manager:
+        role = scene.start(me, work)
+        await manager.wait_for(Hello)
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await eventually(done.is_set)
+        assert (await manager.wait_for(FirstWorkDone)).incarnation == MEMBER
+        assert (await manager.wait_for(Committed)).incarnation == MEMBER
+        assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == MEMBER
+        assert (await manager.wait_for(VersionAvailable)).version == Version(1, MEMBER.number)
+        fault = Fault("f1", FaultKind.ENGINE_DEAD, MEMBER.replica)
+        await manager.send(MEMBER, Inject(fault, "another step"))
+        assert (await manager.wait_for(Injected)).incarnation == MEMBER
+        await manager.stop(MEMBER)
+        await role.end()
 
 
-def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(scene: Scene) -> None:
+async def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(scene: Scene) -> None:
     engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
 
-    async def story() -> None:
-        launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
-        me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
-        assert me.job.role(me.launch.role).replicas == 2, (
-            "the standby process does not have the role of the rollout that it may become"
+    launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
+    me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
+    assert me.job.role(me.launch.role).replicas == 2, (
+        "the standby process does not have the role of the rollout that it may become"
+    )
+    async with scene.manager() as manager:
+        role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+        hello = await manager.wait_for(Hello)
+        assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
+        assert hello.weight_address, "the weight transport must be open before the promotion"
+        assert not follows(me), "the standby process pulls weights before its promotion"
+        rollout = Incarnation(ReplicaId("rollout/1"), 2)
+        await manager.send(engine, Promote(engine, rollout, launch.tag))
+        assert (
+            await manager.wait_for(Hello, lambda hello: hello.incarnation == rollout)
+        ).weight_address == hello.weight_address
+        await eventually(lambda: follows(me))
+        await manager.stop(rollout)
+        await role.end()
+
+
+async def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
+    me = standby_worker(scene)
+    async with scene.manager() as manager:
+        role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
+        await manager.wait_for(Hello)
+        other = Incarnation(ReplicaId("standby/local1"), 2)
+        await manager.send(
+            STANDBY_PROCESS, Promote(other, Incarnation(MEMBER.replica, 9), tag_of(scene.at.run.id, other))
         )
-        async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-            hello = await manager.wait_for(Hello)
-            assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
-            assert hello.weight_address, "the weight transport must be open before the promotion"
-            assert not follows(me), "the standby process pulls weights before its promotion"
-            rollout = Incarnation(ReplicaId("rollout/1"), 2)
-            await manager.send(engine, Promote(engine, rollout, launch.tag))
-            assert (
-                await manager.wait_for(Hello, lambda hello: hello.incarnation == rollout)
-            ).weight_address == hello.weight_address
-            await eventually(lambda: follows(me))
-            await manager.stop(rollout)
-            await role.end()
-
-    play(story)
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await manager.send(STANDBY_PROCESS, promotion(scene, Incarnation(MEMBER.replica, 9)))
+        for _ in range(3):
+            manager.received.clear()
+            await manager.wait_for(Heartbeat)
+        assert {heartbeat.incarnation for heartbeat in manager.received} == {MEMBER}
+        await manager.stop(MEMBER)
+        await role.end()
 
 
-def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        async with scene.manager() as manager:
-            role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-            await manager.wait_for(Hello)
-            other = Incarnation(ReplicaId("standby/local1"), 2)
-            await manager.send(
-                STANDBY_PROCESS, Promote(other, Incarnation(MEMBER.replica, 9), tag_of(scene.at.run.id, other))
-            )
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            await manager.send(STANDBY_PROCESS, promotion(scene, Incarnation(MEMBER.replica, 9)))
-            for _ in range(3):
-                manager.received.clear()
-                await manager.wait_for(Heartbeat)
-            assert {heartbeat.incarnation for heartbeat in manager.received} == {MEMBER}
-            await manager.stop(MEMBER)
-            await role.end()
-
-    play(story)
-
-
-def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene: Scene) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        begun = threading.Event()
-        async with scene.manager() as first:
-            role = scene.start(me, works(me, begun))
-            await first.wait_for(Hello)
-        async with scene.manager(epoch=2) as second:
-            assert (await second.wait_for(Hello)).incarnation == STANDBY_PROCESS
-            second.welcoming.clear()
-            await second.send(STANDBY_PROCESS, promotion(scene))
-            assert (await second.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).phase == "starting"
-        assert not begun.is_set(), "the worker must wait for the welcome of its new incarnation"
-        async with scene.manager(epoch=3) as third:
-            assert (await third.wait_for(Hello)).incarnation == MEMBER
-            await eventually(begun.is_set)
-            await third.stop(MEMBER)
-            await role.end()
-
-    play(story)
+async def test_promoted_standby_joins_the_next_manager_with_its_new_incarnation(scene: Scene) -> None:
+    me = standby_worker(scene)
+    begun = threading.Event()
+    async with scene.manager() as first:
+        role = scene.start(me, works(me, begun))
+        await first.wait_for(Hello)
+    async with scene.manager(epoch=2) as second:
+        assert (await second.wait_for(Hello)).incarnation == STANDBY_PROCESS
+        second.welcoming.clear()
+        await second.send(STANDBY_PROCESS, promotion(scene))
+        assert (await second.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).phase == "starting"
+    assert not begun.is_set(), "the worker must wait for the welcome of its new incarnation"
+    async with scene.manager(epoch=3) as third:
+        assert (await third.wait_for(Hello)).incarnation == MEMBER
+        await eventually(begun.is_set)
+        await third.stop(MEMBER)
+        await role.end()
 
 
 # ── leaving ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -310,67 +288,60 @@ def admits(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "stop"])
-def test_standby_stopped_by_sigterm_before_its_promotion_exits_cleanly(scene: Scene, admits: None, how: str) -> None:
-    async def story() -> None:
-        launch = standby_launch(scene, sys.executable, "-c", WAITS)
-        async with scene.manager() as manager:
-            assert isinstance(manager, Admits)
-            child = await _first_process(scene, manager, launch)
-            if how == "signal":
-                child.terminate()
-            else:
-                await manager.listener.send(manager.first, Stop(STANDBY_PROCESS, 20.0, "not needed"))
-            await scene.at.end_of(child)
-            record = scene.at.record(launch)
-            assert record is not None
-            assert (record.code, record.reason) == (0, ExitReason.STOPPED)
-            assert "inside" not in scene.at.log(launch)
+async def test_standby_stopped_by_sigterm_before_its_promotion_exits_cleanly(
+    scene: Scene, admits: None, how: str
+) -> None:
+    launch = standby_launch(scene, sys.executable, "-c", WAITS)
+    async with scene.manager() as manager:
+        assert isinstance(manager, Admits)
+        child = await _first_process(scene, manager, launch)
+        if how == "signal":
+            child.terminate()
+        else:
+            await manager.listener.send(manager.first, Stop(STANDBY_PROCESS, 20.0, "not needed"))
+        await scene.at.end_of(child)
+        record = scene.at.record(launch)
+        assert record is not None
+        assert (record.code, record.reason) == (0, ExitReason.STOPPED)
+        assert "inside" not in scene.at.log(launch)
 
-    play(story)
 
-
-def test_standby_stopped_by_the_manager_exits_cleanly(scene: Scene) -> None:
-    async def story() -> None:
-        me = standby_worker(scene)
-        began = threading.Event()
-        async with scene.manager() as manager:
-            role = scene.start(me, began.set)
-            await manager.wait_for(Hello)
-            await manager.stop(STANDBY_PROCESS)
-            with pytest.raises(SystemExit):
-                await role.end()
-        assert not began.is_set()
-
-    play(story)
+async def test_standby_stopped_by_the_manager_exits_cleanly(scene: Scene) -> None:
+    me = standby_worker(scene)
+    began = threading.Event()
+    async with scene.manager() as manager:
+        role = scene.start(me, began.set)
+        await manager.wait_for(Hello)
+        await manager.stop(STANDBY_PROCESS)
+        with pytest.raises(SystemExit):
+            await role.end()
+    assert not began.is_set()
 
 
 @pytest.mark.parametrize("how", ["worker", "first", "first, the worker stopped"])
-def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: str) -> None:
+async def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: str) -> None:
     """The process ends without the grace of 1000 s, although the launch file of its step names the standby process."""
 
-    async def story() -> None:
-        launch = standby_launch(scene, sys.executable, "-c", WAITS)
-        launch = msgspec.structs.replace(launch, grace=1000.0)
-        write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-        async with scene.manager() as manager:
-            assert isinstance(manager, Admits)
-            child = await _first_process(scene, manager, launch)
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            pid = (await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).pid
-            if how == "worker":
-                await manager.send(MEMBER, Fenced(MEMBER, "its gang restarts"))
-            else:
-                if how.endswith("stopped"):
-                    os.kill(pid, 19)
-                await manager.listener.send(manager.first, Fenced(MEMBER, "its gang restarts", launch.tag))
-            await scene.at.end_of(child)
-            exit = await manager.wait_for(ExitRecord)
-            assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), (
-                "the exit must name the standby process: the manager knows which member the step became"
-            )
-            assert (exit.code, exit.signal) == ((FENCED_EXIT, None) if how == "worker" else (None, 9))
-
-    play(story)
+    launch = standby_launch(scene, sys.executable, "-c", WAITS)
+    launch = msgspec.structs.replace(launch, grace=1000.0)
+    write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+    async with scene.manager() as manager:
+        assert isinstance(manager, Admits)
+        child = await _first_process(scene, manager, launch)
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        pid = (await manager.wait_for(Hello, lambda hello: hello.incarnation == MEMBER)).pid
+        if how == "worker":
+            await manager.send(MEMBER, Fenced(MEMBER, "its gang restarts"))
+        else:
+            if how.endswith("stopped"):
+                os.kill(pid, 19)
+            await manager.listener.send(manager.first, Fenced(MEMBER, "its gang restarts", launch.tag))
+        await scene.at.end_of(child)
+        exit = await manager.wait_for(ExitRecord)
+        assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), (
+            "the exit must name the standby process: the manager knows which member the step became"
+        )
+        assert (exit.code, exit.signal) == ((FENCED_EXIT, None) if how == "worker" else (None, 9))
 
 
 # ── CPU priority and GPUs ──────────────────────────────────────────────────────────────────────────────────────────
@@ -390,20 +361,17 @@ with me:
 """
 
 
-def test_standby_session_has_low_priority_until_its_promotion(scene: Scene, admits: None) -> None:
-    async def story() -> None:
-        launch = standby_launch(scene, sys.executable, "-c", _NICE)
-        async with scene.manager() as manager:
-            assert isinstance(manager, Admits)
-            child = await _first_process(scene, manager, launch)
-            await manager.send(STANDBY_PROCESS, promotion(scene))
-            await manager.wait_for(FirstWorkDone)
-            await manager.listener.send(manager.first, Stop(MEMBER, 20.0, "enough", launch.tag))
-            await scene.at.end_of(child)
-        lines = [line for line in scene.at.log(launch).splitlines() if line.startswith(("before", "after"))]
-        assert lines in ([f"before {NICE}", "after 0"], ["before unknown", "after unknown"])
-
-    play(story)
+async def test_standby_session_has_low_priority_until_its_promotion(scene: Scene, admits: None) -> None:
+    launch = standby_launch(scene, sys.executable, "-c", _NICE)
+    async with scene.manager() as manager:
+        assert isinstance(manager, Admits)
+        child = await _first_process(scene, manager, launch)
+        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await manager.wait_for(FirstWorkDone)
+        await manager.listener.send(manager.first, Stop(MEMBER, 20.0, "enough", launch.tag))
+        await scene.at.end_of(child)
+    lines = [line for line in scene.at.log(launch).splitlines() if line.startswith(("before", "after"))]
+    assert lines in ([f"before {NICE}", "after 0"], ["before unknown", "after unknown"])
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from collections.abc import Generator
 
 import pytest
 
-from rrl.tests.support.weights.transports import KINDS, SECRET, TIMEOUT_S
+from rrl.tests.support.weights.transports import KINDS, SECRET
 from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.select import open_transport
 
@@ -25,20 +24,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
-    """Return a function that runs a test in the event loop of its transport.
-
-    Each transport has only one loop, because UCX's runtime belongs to a loop and takes 1 s to stop.
-    """
-
-    async def bounded(test: Coroutine[Any, Any, None]) -> None:
-        async with asyncio.timeout(2 * TIMEOUT_S):
-            await test
+def runner(kind: str) -> Generator[asyncio.Runner]:
+    """Return the only event loop of a transport: UCX's runtime belongs to a loop and takes 1 s to stop."""
 
     async def opened() -> WeightTransport:
         return open_transport(kind, SECRET, trusted_network=True)
 
     with asyncio.Runner() as runner:
         opener = runner.run(opened())
-        yield lambda test: runner.run(bounded(test))
+        yield runner
         runner.run(opener.close())

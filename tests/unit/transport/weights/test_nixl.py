@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rrl.tests.support.listening_manager import eventually, wait_until
 from rrl.tests.support.security import attacks
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import (
@@ -41,13 +41,6 @@ from rrl.transport.weights.nixl_memory import SLOT_BYTES, BufferClaim, NixlRunti
 from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.tcp import listen
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # ── reads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +105,7 @@ def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) ->
         claim, into = BufferClaim(), memoryview(bytearray(SLOT_BYTES))
         landing = threading.Thread(target=reads.read_into, args=(remote, stopped.address, into, claim))
         landing.start()
-        until(lambda: len(reads._slots) == 1)
+        wait_until(lambda: len(reads._slots) == 1)
         claim.revoke()
         landing.join(TIMEOUT_S)
         assert not landing.is_alive()
@@ -127,7 +120,7 @@ def test_abandoned_read_keeps_its_slot_until_it_has_ended(reads: NixlRuntime) ->
             reads._sweep()
             return reads._slots[0] in reads._free
 
-        until(swept)
+        wait_until(swept)
         assert came(reads._slots[0])  # the read continued, into a slot that no other read uses
         assert into == bytes(SLOT_BYTES)
         assert reads._remotes == {}
@@ -186,8 +179,8 @@ def test_connection_abandoned_during_a_read_leaves_its_slot_to_the_read(reads: N
         assert not landing.thread.is_alive()
         slot = reads._acquire_slot()
         os.kill(still.pid, signal.SIGCONT)
-        until(lambda: came(reads._slots[0]))
-        until(lambda: swept(reads))
+        wait_until(lambda: came(reads._slots[0]))
+        wait_until(lambda: swept(reads))
         assert slot is not reads._slots[0]
         assert slot.view == bytes(SLOT_BYTES)
         assert reads._free == [reads._slots[0]]
@@ -209,7 +202,7 @@ def test_connection_closed_while_nixl_is_busy_does_not_delay_other_reads(reads: 
             assert not thread.is_alive()
         assert len(reads._stalled) == 1
         os.kill(still.pid, signal.SIGCONT)
-        until(lambda: swept(reads))
+        wait_until(lambda: swept(reads))
         assert (reads._remotes, remote.users) == ({}, 0)
         again = reads.add_remote(still.name, still.replies)
         assert read(reads, again, still.address) == content(SLOT_BYTES)
@@ -235,7 +228,7 @@ def test_killed_peer_fails_one_read_and_the_next_peer_is_read(reads: NixlRuntime
             remote = reads.add_remote(one.name, one.replies)
             assert read(reads, remote, one.address) == content(SLOT_BYTES)
             os.kill(one.pid, signal.SIGKILL)
-            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - bytes on their way may still arrive
+            wait_until(lambda: refused(reads, remote, one.address))  # noqa: B023 - bytes on their way may still arrive
             reads.release_remote(remote)
             with pytest.raises(TransportError, match="aborted"):
                 read(reads, remote, one.address)
@@ -342,82 +335,60 @@ def runtime(transport: Any) -> NixlRuntime:
     return transport._starting.result().runtime
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * TIMEOUT_S):
-            await test
+async def test_nixl_ports_accept_packets_only_while_a_member_connects() -> None:
+    async with transport_for("nixl") as source, transport_for("nixl") as pipe:
+        at = await source.serve(holding(), "127.0.0.1")
+        reads = runtime(source)
+        assert await asyncio.to_thread(deaf, reads)
+        heard: list[bool] = []
+        hear = reads.set_ports_open
 
-    asyncio.run(bounded())
+        def noted(hears: bool) -> None:
+            heard.append(hears)
+            hear(hears)
 
-
-async def come(what: Callable[[], bool]) -> None:
-    await asyncio.to_thread(until, what)
-
-
-def test_nixl_ports_accept_packets_only_while_a_member_connects() -> None:
-    async def test() -> None:
-        async with transport_for("nixl") as source, transport_for("nixl") as pipe:
-            at = await source.serve(holding(), "127.0.0.1")
-            reads = runtime(source)
-            assert await asyncio.to_thread(deaf, reads)
-            heard: list[bool] = []
-            hear = reads.set_ports_open
-
-            def noted(hears: bool) -> None:
-                heard.append(hears)
-                hear(hears)
-
-            reads.set_ports_open = noted  # type: ignore[method-assign, assignment]
-            await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), TIMEOUT_S)
-            await come(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
-            assert await asyncio.to_thread(deaf, reads)
-
-    run(test())
+        reads.set_ports_open = noted  # type: ignore[method-assign, assignment]
+        await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), TIMEOUT_S)
+        await eventually(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
+        assert await asyncio.to_thread(deaf, reads)
 
 
 # ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_request_to_a_holder_that_waits_for_slots_is_answered_later() -> None:
+async def test_request_to_a_holder_that_waits_for_slots_is_answered_later() -> None:
     size, chunk = 40 * CHUNK, 20 * CHUNK
 
-    async def test() -> None:
-        store, flat = WeightStore(), content(size)
-        store.offer(described(VERSION, flat, SECRET, chunk), flat)
-        async with served("nixl", store) as at, transport_for("nixl") as pipe:
-            parts = [memoryview(bytearray(chunk)), memoryview(bytearray(chunk)), memoryview(bytearray(7))]
-            spans = [range(chunk), range(chunk, size), range(1, 8)]
-            both = zip(spans, parts, strict=True)
-            await asyncio.gather(*(pipe.fetch(at, VERSION, span, part, TIMEOUT_S) for span, part in both))
-            assert parts[0] == flat[:chunk]
-            assert parts[1] == flat[chunk:]
-            assert parts[2] == flat[1:8]
+    store, flat = WeightStore(), content(size)
+    store.offer(described(VERSION, flat, SECRET, chunk), flat)
+    async with served("nixl", store) as at, transport_for("nixl") as pipe:
+        parts = [memoryview(bytearray(chunk)), memoryview(bytearray(chunk)), memoryview(bytearray(7))]
+        spans = [range(chunk), range(chunk, size), range(1, 8)]
+        both = zip(spans, parts, strict=True)
+        await asyncio.gather(*(pipe.fetch(at, VERSION, span, part, TIMEOUT_S) for span, part in both))
+        assert parts[0] == flat[:chunk]
+        assert parts[1] == flat[chunk:]
+        assert parts[2] == flat[1:8]
 
     assert chunk > nixl._MAX_UNREAD_SLOTS * SLOT_BYTES
-    run(test())
 
 
-def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> None:
-    async def test() -> None:
-        async with transport_for("nixl") as source, transport_for("nixl") as pipe, transport_for("nixl") as other:
-            at = await source.serve(holding(size=20 * CHUNK), "127.0.0.1")
-            reads = runtime(source)
-            idle = await pipe._dial(at)  # type: ignore[attr-defined]
-            await authenticate(idle, SECRET, dialled=True)
-            await idle.send(
-                protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK)
-            )
-            await come(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
-            into = memoryview(bytearray(20 * CHUNK))
-            await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
-            assert into == content(20 * CHUNK)
-            assert len(reads._slots) <= 2 * nixl._MAX_UNREAD_SLOTS
-            other.disconnect(at)
-            idle.abort()
-            await come(lambda: len(reads._free) == len(reads._slots))
-
-    run(test())
+async def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> None:
+    async with transport_for("nixl") as source, transport_for("nixl") as pipe, transport_for("nixl") as other:
+        at = await source.serve(holding(size=20 * CHUNK), "127.0.0.1")
+        reads = runtime(source)
+        idle = await pipe._dial(at)  # type: ignore[attr-defined]
+        await authenticate(idle, SECRET, dialled=True)
+        await idle.send(protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+        await eventually(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
+        into = memoryview(bytearray(20 * CHUNK))
+        await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
+        assert into == content(20 * CHUNK)
+        assert len(reads._slots) <= 2 * nixl._MAX_UNREAD_SLOTS
+        other.disconnect(at)
+        idle.abort()
+        await eventually(lambda: len(reads._free) == len(reads._slots))
 
 
-def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> None:
+async def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> None:
     mad = [
         (nixl._KIND_READ, 0, b""),
         (nixl._KIND_PIECE, 10, bytes(8)),
@@ -426,126 +397,106 @@ def test_member_that_sends_invalid_messages_loses_only_its_own_connection() -> N
         (9, 0, b""),
     ]
 
-    async def test() -> None:
-        async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
-            for frame in mad:
-                line = await pipe._dial(at)  # type: ignore[attr-defined]
-                await authenticate(line, SECRET, dialled=True)
-                await line._write(*frame)
-                with pytest.raises(TransportError):
-                    await line.receive(memoryview(bytearray(9)))
-                line.abort()
-            mine = WeightStore()
-            await pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm())
-            assert complete(mine, size=CHUNK)
-
-    run(test())
+    async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
+        for frame in mad:
+            line = await pipe._dial(at)  # type: ignore[attr-defined]
+            await authenticate(line, SECRET, dialled=True)
+            await line._write(*frame)
+            with pytest.raises(TransportError):
+                await line.receive(memoryview(bytearray(9)))
+            line.abort()
+        mine = WeightStore()
+        await pull(mine, VERSION, lambda: [weight_source(at)], pipe, adaptive_timeout=calm())
+        assert complete(mine, size=CHUNK)
 
 
-def test_source_with_invalid_frames_is_refused() -> None:
+async def test_source_with_invalid_frames_is_refused() -> None:
     mad = [
         ((nixl._KIND_METADATA, 100, bytes(100)), "not signed with this run's secret"),
         ((nixl._KIND_PIECE, 5, bytes(8)), "unexpected"),
         ((nixl._KIND_METADATA, nixl._MAX_METADATA_BYTES + 1, b""), "unexpected"),
     ]
 
-    async def test() -> None:
-        async with transport_for("nixl") as pipe:
-            shared = await pipe._nixl()  # type: ignore[attr-defined]
+    async with transport_for("nixl") as pipe:
+        shared = await pipe._nixl()  # type: ignore[attr-defined]
 
-            async def answer(tcp: Connection, frame: tuple[int, int, bytes]) -> None:
-                line = nixl._NixlConnection(tcp, shared, SECRET, dialled=False)
-                await authenticate(line, SECRET, dialled=False)
-                await line._write(*frame)
+        async def answer(tcp: Connection, frame: tuple[int, int, bytes]) -> None:
+            line = nixl._NixlConnection(tcp, shared, SECRET, dialled=False)
+            await authenticate(line, SECRET, dialled=False)
+            await line._write(*frame)
 
-            for frame, metadata in mad:
-                answers = []
-                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
-                server, port = await listen(meet, "127.0.0.1")
-                with pytest.raises(TransportError, match=metadata):
-                    await pipe.fetch(
-                        f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S
-                    )
-                server.close()
-                await asyncio.gather(*answers)
-
-    run(test())
+        for frame, metadata in mad:
+            answers = []
+            meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
+            server, port = await listen(meet, "127.0.0.1")
+            with pytest.raises(TransportError, match=metadata):
+                await pipe.fetch(f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), TIMEOUT_S)
+            server.close()
+            await asyncio.gather(*answers)
 
 
-def test_event_loop_and_deadlines_work_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_and_deadlines_work_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     released, land = threading.Event(), NixlRuntime.read_into
 
     def blocked(self: NixlRuntime, *args: Any) -> None:
         released.wait(TIMEOUT_S)
         land(self, *args)
 
-    async def test() -> None:
-        async with served("nixl", holding()) as at, transport_for("nixl") as pipe:
-            await pipe.manifest(at, VERSION, TIMEOUT_S)
-            monkeypatch.setattr(NixlRuntime, "read_into", blocked)
-            into = memoryview(bytearray(SIZE))
-            with pytest.raises(TransportError, match=r"no reply within 0\.3 s"):
-                await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
-            released.set()
-            monkeypatch.undo()
-            again = memoryview(bytearray(SIZE))
-            await pipe.fetch(at, VERSION, range(SIZE), again, TIMEOUT_S)
-            assert again == content(SIZE)
-            assert into == bytes(SIZE)
-
-    run(test())
+    async with served("nixl", holding()) as at, transport_for("nixl") as pipe:
+        await pipe.manifest(at, VERSION, TIMEOUT_S)
+        monkeypatch.setattr(NixlRuntime, "read_into", blocked)
+        into = memoryview(bytearray(SIZE))
+        with pytest.raises(TransportError, match=r"no reply within 0\.3 s"):
+            await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
+        released.set()
+        monkeypatch.undo()
+        again = memoryview(bytearray(SIZE))
+        await pipe.fetch(at, VERSION, range(SIZE), again, TIMEOUT_S)
+        assert again == content(SIZE)
+        assert into == bytes(SIZE)
 
 
-def test_repeated_connections_leave_no_resources() -> None:
-    async def test() -> None:
-        async with transport_for("nixl") as source, transport_for("nixl") as pipe:
-            at = await source.serve(holding(size=CHUNK), "127.0.0.1")
-            into = memoryview(bytearray(CHUNK))
+async def test_repeated_connections_leave_no_resources() -> None:
+    async with transport_for("nixl") as source, transport_for("nixl") as pipe:
+        at = await source.serve(holding(size=CHUNK), "127.0.0.1")
+        into = memoryview(bytearray(CHUNK))
 
-            async def pass_by() -> None:
-                await pipe.fetch(at, VERSION, range(CHUNK), into, TIMEOUT_S)
-                pipe.disconnect(at)
-                await come(lambda: not runtime(pipe)._remotes)
+        async def pass_by() -> None:
+            await pipe.fetch(at, VERSION, range(CHUNK), into, TIMEOUT_S)
+            pipe.disconnect(at)
+            await eventually(lambda: not runtime(pipe)._remotes)
 
-            for _ in range(5):
-                await pass_by()
-            before = attacks.Footprint.of(os.getpid())
-            for _ in range(30):
-                await pass_by()
-            await come(lambda: attacks.Footprint.of(os.getpid()).descriptors <= before.descriptors + 2)
-            assert len(runtime(source)._slots) <= 2
-            assert len(runtime(pipe)._slots) == 1
-
-    run(test())
+        for _ in range(5):
+            await pass_by()
+        before = attacks.Footprint.of(os.getpid())
+        for _ in range(30):
+            await pass_by()
+        await eventually(lambda: attacks.Footprint.of(os.getpid()).descriptors <= before.descriptors + 2)
+        assert len(runtime(source)._slots) <= 2
+        assert len(runtime(pipe)._slots) == 1
 
 
-def test_slot_assigned_at_the_moment_of_an_abort_is_released() -> None:
-    async def test() -> None:
-        async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
-            line = await pipe._dial(at)  # type: ignore[attr-defined]
-            reads = runtime(pipe)
-            filled: Future[nixl_memory.Slot] = Future()
-            line._nixl.start = lambda work, *args: filled  # the filling of the slot is the only work that is begun
-            offering = asyncio.create_task(line._offer(content(10)))
-            await asyncio.sleep(0)
-            filled.set_result(reads.fill(content(10)))
-            line.abort()
-            with pytest.raises(TransportError, match="aborted"):
-                await offering
-            await come(lambda: len(reads._free) == len(reads._slots) == 1)
-
-    run(test())
+async def test_slot_assigned_at_the_moment_of_an_abort_is_released() -> None:
+    async with served("nixl", holding(size=CHUNK)) as at, transport_for("nixl") as pipe:
+        line = await pipe._dial(at)  # type: ignore[attr-defined]
+        reads = runtime(pipe)
+        filled: Future[nixl_memory.Slot] = Future()
+        line._nixl.start = lambda work, *args: filled  # the filling of the slot is the only work that is begun
+        offering = asyncio.create_task(line._offer(content(10)))
+        await asyncio.sleep(0)
+        filled.set_result(reads.fill(content(10)))
+        line.abort()
+        with pytest.raises(TransportError, match="aborted"):
+            await offering
+        await eventually(lambda: len(reads._free) == len(reads._slots) == 1)
 
 
-def test_unavailable_ucx_transport_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unavailable_ucx_transport_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeons")
 
-    async def test() -> None:
-        async with transport_for("nixl") as pipe:
-            with pytest.raises(TransportError, match="UCX_TLS=pigeons"):
-                await pipe.serve(WeightStore(), "127.0.0.1")
-
-    run(test())
+    async with transport_for("nixl") as pipe:
+        with pytest.raises(TransportError, match="UCX_TLS=pigeons"):
+            await pipe.serve(WeightStore(), "127.0.0.1")
 
 
 def test_missing_nixl_fails_only_a_job_that_names_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,7 +517,7 @@ def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytes
     before = listening_addresses()
     with pytest.raises(TransportError, match="SO_ATTACH_FILTER: Operation not permitted"):
         NixlRuntime("127.0.0.1")
-    until(lambda: listening_addresses() <= before)
+    wait_until(lambda: listening_addresses() <= before)
 
 
 def test_nixl_on_an_untrusted_network_opens_no_tcp_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,31 +51,25 @@ class _HungConnection:
             self.pending.set_exception(TransportError("aborted"))
 
 
-def test_at_a_deadline_the_connection_is_aborted_before_the_buffer_is_released() -> None:
-    async def test() -> None:
-        line = _HungConnection()
-        with pytest.raises(TransportError, match="no reply within"):
-            with deadline(line, 0.01):
-                await line.receive(memoryview(bytearray(1)))
-        assert line.sent[:2] == ["aborted", "buffer free"]
-
-    asyncio.run(test())
-
-
-def test_time_in_which_the_own_event_loop_stood_still_extends_the_deadline() -> None:
-    async def test() -> None:
-        line, loop = _HungConnection(), asyncio.get_running_loop()
-
-        def stand_still() -> None:
-            time.sleep(0.3)
-            loop.call_later(0.01, line.come)
-
-        loop.call_later(0.01, stand_still)
-        with deadline(line, 0.1):
+async def test_at_a_deadline_the_connection_is_aborted_before_the_buffer_is_released() -> None:
+    line = _HungConnection()
+    with pytest.raises(TransportError, match="no reply within"):
+        with deadline(line, 0.01):
             await line.receive(memoryview(bytearray(1)))
-        assert line.sent == ["buffer free"]
+    assert line.sent[:2] == ["aborted", "buffer free"]
 
-    asyncio.run(test())
+
+async def test_time_in_which_the_own_event_loop_stood_still_extends_the_deadline() -> None:
+    line, loop = _HungConnection(), asyncio.get_running_loop()
+
+    def stand_still() -> None:
+        time.sleep(0.3)
+        loop.call_later(0.01, line.come)
+
+    loop.call_later(0.01, stand_still)
+    with deadline(line, 0.1):
+        await line.receive(memoryview(bytearray(1)))
+    assert line.sent == ["buffer free"]
 
 
 RDMA = Capabilities(frozenset({"ucx", "nixl"}), ("mlx5_0:1",))
@@ -112,48 +106,44 @@ def test_ucx_without_rdma_on_an_untrusted_network_is_refused(kind: str) -> None:
         open_transport(kind, SECRET, capabilities=NO_RDMA)
 
 
-def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
+async def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
 
-    async def test() -> None:
-        with pytest.raises(ImportError, match=r"\.\[ucx\]"):
-            open_transport("ucx", SECRET, trusted_network=True)
-        pipe = open_transport("auto", SECRET, capabilities=RDMA)
-        assert pipe.kind == "tcp"
-        await pipe.close()
+    with pytest.raises(ImportError, match=r"\.\[ucx\]"):
+        open_transport("ucx", SECRET, trusted_network=True)
+    pipe = open_transport("auto", SECRET, capabilities=RDMA)
+    assert pipe.kind == "tcp"
+    await pipe.close()
 
-    asyncio.run(test())
     assert "weight transport: tcp, because UCX over mlx5_0:1 fails" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transports_closed_during_a_pull_leave_no_thread_and_no_error(
+async def test_transports_closed_during_a_pull_leave_no_thread_and_no_error(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
 
-    async def test() -> None:
-        store, flat = WeightStore(), content(2**20)
-        store.offer(described(VERSION, flat, SECRET, 2**16), flat)
-        source, pipe = (
-            open_transport(kind, SECRET, trusted_network=True),
-            open_transport(kind, SECRET, trusted_network=True),
-        )
-        at = await source.serve(store, "127.0.0.1")
-        holder = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), at)
-        await pipe.manifest(at, VERSION, 20)
-        pulling = asyncio.create_task(pull(WeightStore(), VERSION, lambda: [holder], pipe))
-        await asyncio.sleep(0)
-        pulling.cancel()
-        await asyncio.wait([pulling])
-        await source.close()
-        await pipe.close()
+    store, flat = WeightStore(), content(2**20)
+    store.offer(described(VERSION, flat, SECRET, 2**16), flat)
+    source, pipe = (
+        open_transport(kind, SECRET, trusted_network=True),
+        open_transport(kind, SECRET, trusted_network=True),
+    )
+    at = await source.serve(store, "127.0.0.1")
+    holder = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), at)
+    await pipe.manifest(at, VERSION, 20)
+    pulling = asyncio.create_task(pull(WeightStore(), VERSION, lambda: [holder], pipe))
+    await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.wait([pulling])
+    await source.close()
+    await pipe.close()
 
-    asyncio.run(test())
     assert [thread.name for thread in threading.enumerate() if "UCX" in thread.name or "nixl" in thread.name] == []
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from rrl.tests.support.weights.source import VERSION
 from rrl.tests.support.weights.torture import NBYTES, RECEIVERS, Tally, torture
-from rrl.tests.support.weights.transports import TIMEOUT_S, Run, child, transport_for
+from rrl.tests.support.weights.transports import TIMEOUT_S, child, transport_for
 from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.base import WeightTransport
 
@@ -64,16 +64,14 @@ async def broken_off(kind: str, transport: WeightTransport, pages: mmap.mmap) ->
         return isinstance(fetching.exception(), TransportError)
 
 
-def test_interrupted_fetch_releases_its_buffer(kind: str, run: Run) -> None:
-    async def test() -> None:
-        async with transport_for(kind) as pipe:
+@pytest.mark.usefixtures("runner")
+async def test_interrupted_fetch_releases_its_buffer(kind: str) -> None:
+    async with transport_for(kind) as pipe:
+        pages = mmap.mmap(-1, 64 * 2**20)
+        while not await broken_off(kind, pipe, pages):
             pages = mmap.mmap(-1, 64 * 2**20)
-            while not await broken_off(kind, pipe, pages):
-                pages = mmap.mmap(-1, 64 * 2**20)
-            gc.collect()
-            pages.close()  # raises BufferError if a view of the pages still exists
-
-    run(test())
+        gc.collect()
+        pages.close()  # raises BufferError if a view of the pages still exists
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import subprocess
@@ -62,87 +61,74 @@ def test_every_ucx_setting_is_known_to_ucx_and_the_environment_overrides_it() ->
     assert not any(name in line for line in unused for name in SETTINGS)
 
 
-def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
+async def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
     """Every other way to make progress keeps a CPU core busy (measured)."""
 
-    async def test() -> None:
-        pipe = UcxTransport(b"s" * 32, "127.0.0.1")
-        assert pipe._listening_worker is not None
-        assert pipe._listening_worker.core.enable_python_future
-        assert [thread.name for thread in threading.enumerate()].count("UCX notifier") == 1
-        await pipe.close()
+    pipe = UcxTransport(b"s" * 32, "127.0.0.1")
+    assert pipe._listening_worker is not None
+    assert pipe._listening_worker.core.enable_python_future
+    assert [thread.name for thread in threading.enumerate()].count("UCX notifier") == 1
+    await pipe.close()
 
-    asyncio.run(test())
     assert "UCX notifier" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_version_is_pulled_without_tcp_and_no_ucx_port_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_version_is_pulled_without_tcp_and_no_ucx_port_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version goes through shared memory, as it goes over RDMA, where TCP is off, too.
 
     The environment requests TCP, but without effect.
     """
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
 
-    async def test() -> None:
-        before = listening_addresses()
-        source, pipe, mine = UcxTransport(SECRET, None), UcxTransport(SECRET, None), WeightStore()
-        assert listening_addresses() == before
-        at = await source.serve(holding(), "127.0.0.1")
-        assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
-        await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
-        assert complete(mine)
-        assert len(pipe._workers) == 2, "the version was not pulled over UCX"
-        assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
-        await pipe.close()
-        await source.close()
-
-    asyncio.run(test())
+    before = listening_addresses()
+    source, pipe, mine = UcxTransport(SECRET, None), UcxTransport(SECRET, None), WeightStore()
+    assert listening_addresses() == before
+    at = await source.serve(holding(), "127.0.0.1")
+    assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+    await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
+    assert complete(mine)
+    assert len(pipe._workers) == 2, "the version was not pulled over UCX"
+    assert listening_addresses() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+    await pipe.close()
+    await source.close()
 
 
-def test_a_trusted_ucx_listens_at_the_trusted_address_only() -> None:
-    async def test() -> None:
-        before = listening_addresses()
-        pipe = UcxTransport(SECRET, "127.0.0.1")
-        opened = listening_addresses() - before
-        assert opened
-        assert {address for address, _ in opened} == {"127.0.0.1"}
-        assert pipe.ports() == {port for _, port in opened}
-        await pipe.close()
-
-    asyncio.run(test())
+async def test_a_trusted_ucx_listens_at_the_trusted_address_only() -> None:
+    before = listening_addresses()
+    pipe = UcxTransport(SECRET, "127.0.0.1")
+    opened = listening_addresses() - before
+    assert opened
+    assert {address for address, _ in opened} == {"127.0.0.1"}
+    assert pipe.ports() == {port for _, port in opened}
+    await pipe.close()
 
 
 @pytest.mark.parametrize(("serving", "asking"), [("ucx", "tcp"), ("tcp", "ucx")])
-def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: str) -> None:
-    async def test() -> None:
-        mine = WeightStore()
-        async with served(serving, holding()) as at, transport_for(asking) as pipe:
+async def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: str) -> None:
+    mine = WeightStore()
+    async with served(serving, holding()) as at, transport_for(asking) as pipe:
+        await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
+    assert complete(mine)
+
+
+async def test_peers_that_ucx_cannot_connect_continue_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    mine = WeightStore()
+    source, pipe = UcxTransport(SECRET, None), UcxTransport(SECRET, "127.0.0.1")
+    try:
+        join = _Worker.connect
+
+        def unreachable(self: _Worker, address: bytes) -> Any:
+            if self in pipe._workers:
+                raise TransportError("ucx: unreachable")
+            return join(self, address)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Worker, "connect", unreachable)
+            at = await source.serve(holding(), "127.0.0.1")
             await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
         assert complete(mine)
+    finally:
+        await pipe.close()
+        await source.close()
 
-    asyncio.run(test())
-
-
-def test_peers_that_ucx_cannot_connect_continue_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        mine = WeightStore()
-        source, pipe = UcxTransport(SECRET, None), UcxTransport(SECRET, "127.0.0.1")
-        try:
-            join = _Worker.connect
-
-            def unreachable(self: _Worker, address: bytes) -> Any:
-                if self in pipe._workers:
-                    raise TransportError("ucx: unreachable")
-                return join(self, address)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_Worker, "connect", unreachable)
-                at = await source.serve(holding(), "127.0.0.1")
-                await pull(mine, VERSION, lambda: [weight_source(at)], pipe)
-            assert complete(mine)
-        finally:
-            await pipe.close()
-            await source.close()
-
-    asyncio.run(test())
     assert "use TCP: ucx: unreachable" in caplog.text

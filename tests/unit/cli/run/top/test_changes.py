@@ -9,17 +9,10 @@ import pytest
 from rrl.api.watching.runs_watcher import RunsWatcher, WatchedRun
 from rrl.cli.run.top.changes import drain_of, injection_of, restart_of
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import NodeName, OperationFailed, ReplicaId, UsageError
 from rrl.tests.support.cli.status_scenes import gang
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.cli.top import allowing, managed
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def watched(story: Story, root: Path) -> WatchedRun:

@@ -11,18 +11,11 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
-from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.waiting import DEADLINE_S, eventually
 
 PROGRAM = (sys.executable, "-c", "from rrl.cli.main import main; main()", "top")
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
-    return tmp_path
 
 
 def test_without_textual_one_line_names_the_extra(

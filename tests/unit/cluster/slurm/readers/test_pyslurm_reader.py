@@ -7,8 +7,7 @@ import json
 import logging
 import os
 import signal
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from rrl.cluster.slurm.readers.selection import (
 )
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.slurm_readers import fake_pyslurm
 from rrl.tests.support.slurm_readers.comparison import look, same_value
 from rrl.tests.support.slurm_readers.fake_pyslurm import CONTROL_ENV, Control, write_control
@@ -78,15 +78,15 @@ def recorded_commands(version: str, moment: str, calls: list[str] | None = None)
     return CommandReader(run, run)
 
 
-def by_fake(scenario: Callable[[PyslurmReader], Coroutine[None, None, None]], limits: SlurmLimits = LIMITS) -> None:
-    async def play() -> None:
-        reader = PyslurmReader(PyslurmChild(FAKE), limits)
-        try:
-            await scenario(reader)
-        finally:
-            await reader.close()
+@pytest.fixture
+def reader(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[PyslurmReader]:
+    """Return a reader of the fake pyslurm; its limits may be the test's parameter."""
+    reader = PyslurmReader(PyslurmChild(FAKE), getattr(request, "param", LIMITS))
+    yield reader
+    runner.run(reader.close())
 
-    asyncio.run(play())
+
+in_haste = pytest.mark.parametrize("reader", [HASTY], indirect=True)
 
 
 def selected(
@@ -112,41 +112,37 @@ def test_recordings_of_two_slurm_versions_have_all_moments() -> None:
 
 
 @pytest.mark.parametrize(("version", "moment"), MOMENTS)
-def test_recorded_objects_give_the_values_of_the_commands(
-    control: Callable[..., None], version: str, moment: str
+async def test_recorded_objects_give_the_values_of_the_commands(
+    reader: PyslurmReader, control: Callable[..., None], version: str, moment: str
 ) -> None:
     control(recording=str(RECORDINGS[version]), moment=moment)
 
-    async def scenario(reader: PyslurmReader) -> None:
-        expected, found = await look(recorded_commands(version, moment)), await look(reader)
-        assert expected.keys() == found.keys()
-        assert {name: value for name, value in expected.items() if not same_value(value, found[name])} == {}
-
-    by_fake(scenario)
+    expected, found = await look(recorded_commands(version, moment)), await look(reader)
+    assert expected.keys() == found.keys()
+    assert {name: value for name, value in expected.items() if not same_value(value, found[name])} == {}
 
 
-def test_one_node_is_read_with_its_drain_and_an_unknown_one_is_refused(control: Callable[..., None]) -> None:
+async def test_one_node_is_read_with_its_drain_and_an_unknown_one_is_refused(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
     control(moment="down")
 
-    async def scenario(reader: PyslurmReader) -> None:
-        node = await reader.node(N5)
-        assert (node.draining, node.reason) == (True, "bad disk")
-        assert node.reason_by.startswith("root@20")
-        with pytest.raises(Refused, match="not known to Slurm"):
-            await reader.node(NodeName("nowhere"))
-        states = await reader.nodes((N5, NodeName("nowhere")))
-        assert [states[N5].state, states[NodeName("nowhere")].state] == [NodeState.DRAINING, NodeState.UNKNOWN]
-        many = [NodeName(f"m{number}") for number in range(20)]  # more nodes than are read one by one
-        assert [status.state for status in (await reader.nodes([N5, *many])).values()] == [
-            NodeState.DRAINING,
-            *[NodeState.UNKNOWN] * 20,
-        ]
-
-    by_fake(scenario)
+    node = await reader.node(N5)
+    assert (node.draining, node.reason) == (True, "bad disk")
+    assert node.reason_by.startswith("root@20")
+    with pytest.raises(Refused, match="not known to Slurm"):
+        await reader.node(NodeName("nowhere"))
+    states = await reader.nodes((N5, NodeName("nowhere")))
+    assert [states[N5].state, states[NodeName("nowhere")].state] == [NodeState.DRAINING, NodeState.UNKNOWN]
+    many = [NodeName(f"m{number}") for number in range(20)]  # more nodes than are read one by one
+    assert [status.state for status in (await reader.nodes([N5, *many])).values()] == [
+        NodeState.DRAINING,
+        *[NodeState.UNKNOWN] * 20,
+    ]
 
 
-def test_text_that_is_not_utf8_is_replaced_as_in_the_output_of_a_command(
-    control: Callable[..., None], tmp_path: Path
+async def test_text_that_is_not_utf8_is_replaced_as_in_the_output_of_a_command(
+    reader: PyslurmReader, control: Callable[..., None], tmp_path: Path
 ) -> None:
     recording = recorded("22.05")
     next(node for node in recording["moments"]["down"]["nodes"] if node["name"] == "n5")["reason"] = {"bytes": "66fc72"}
@@ -154,22 +150,18 @@ def test_text_that_is_not_utf8_is_replaced_as_in_the_output_of_a_command(
     path.write_text(json.dumps(recording))
     control(recording=str(path), moment="down")
 
-    async def scenario(reader: PyslurmReader) -> None:
-        assert (await reader.node(N5)).reason == "f�r"
-
-    by_fake(scenario)
+    assert (await reader.node(N5)).reason == "f�r"
 
 
 # ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_drain_and_undrain_reach_pyslurm_with_state_and_reason(control: Callable[..., None], tmp_path: Path) -> None:
+async def test_drain_and_undrain_reach_pyslurm_with_state_and_reason(
+    reader: PyslurmReader, control: Callable[..., None], tmp_path: Path
+) -> None:
     changes = tmp_path / "changes"
     control(changes=str(changes))
 
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader.drain(N5, "rrl:x: é [1]")
-        await reader.undrain(N5)
-
-    by_fake(scenario)
+    await reader.drain(N5, "rrl:x: é [1]")
+    await reader.undrain(N5)
     assert [json.loads(line) for line in changes.read_text().splitlines()] == [
         ["n5", {"state": "DRAIN", "reason": "rrl:x: é [1]"}],
         ["n5", {"state": "UNDRAIN"}],
@@ -181,17 +173,14 @@ def test_drain_and_undrain_reach_pyslurm_with_state_and_reason(control: Callable
     ("error", "kind"),
     [("drain_not_permitted", NotPermitted), ("drain_unknown_node", Refused), ("controller_away", Unanswered)],
 )
-def test_recorded_error_is_refused_or_unanswered_by_its_number(
-    control: Callable[..., None], version: str, error: str, kind: type[Exception]
+async def test_recorded_error_is_refused_or_unanswered_by_its_number(
+    reader: PyslurmReader, control: Callable[..., None], version: str, error: str, kind: type[Exception]
 ) -> None:
     control(recording=str(RECORDINGS[version]), modify_error=error)
 
-    async def scenario(reader: PyslurmReader) -> None:
-        with pytest.raises(kind) as raised:
-            await reader.drain(N5, "rrl:x")
-        assert type(raised.value) is kind
-
-    by_fake(scenario)
+    with pytest.raises(kind) as raised:
+        await reader.drain(N5, "rrl:x")
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize(
@@ -220,118 +209,109 @@ def test_number_of_an_error_decides_whatever_its_text_says(number: int, kind: ty
 
 
 # ── a child process that misbehaves ──────────────────────────────────────────────────────────────────────────────────
-def test_hanging_request_is_killed_and_the_next_one_gets_a_new_process(control: Callable[..., None]) -> None:
-    async def scenario(reader: PyslurmReader) -> None:
-        child = reader._child
-        await child.version()
-        first = child.pid
-        assert first is not None
-        control(behaviour="hang")
-        with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
-            await reader.steps()
-        with pytest.raises(ProcessLookupError):
-            os.kill(first, 0)
-        control()
-        reader._limits = LIMITS
-        assert await reader.steps()
-        assert child.pid not in (None, first)
+@in_haste
+async def test_hanging_request_is_killed_and_the_next_one_gets_a_new_process(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
+    child = reader._child
+    await child.version()
+    first = child.pid
+    assert first is not None
+    control(behaviour="hang")
+    with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
+        await reader.steps()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    control()
+    reader._limits = LIMITS
+    assert await reader.steps()
+    assert child.pid not in (None, first)
 
-    by_fake(scenario, HASTY)
 
-
-def test_event_loop_runs_on_while_the_process_is_silent(control: Callable[..., None]) -> None:
+@in_haste
+async def test_event_loop_runs_on_while_the_process_is_silent(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
     """The process is stopped, as if its call held the interpreter, and the manager's event loop must continue."""
 
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader._child.version()
-        assert reader._child.pid is not None
-        os.kill(reader._child.pid, signal.SIGSTOP)
-        asking = asyncio.create_task(reader.jobs())
-        turns = 0
-        while not asking.done():
-            await asyncio.sleep(0.001)
-            turns += 1
-        with pytest.raises(ChildFailed):
-            await asking
-        assert turns > 10
-
-    by_fake(scenario, HASTY)
+    await reader._child.version()
+    assert reader._child.pid is not None
+    os.kill(reader._child.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(reader.jobs())
+    turns = 0
+    while not asking.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    with pytest.raises(ChildFailed):
+        await asking
+    assert turns > 10
 
 
-def test_late_reply_is_never_taken_for_the_reply_to_the_next_request(control: Callable[..., None]) -> None:
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader._child.version()
-        control(behaviour="late", late_s=1.0)
-        with pytest.raises(ChildFailed):
-            await reader.jobs()
-        control()
-        reader._limits = LIMITS
-        await asyncio.sleep(1.2)  # long enough for the late reply
-        assert [step.id.count(".") for step in await reader.steps()] == [1]
-
-    by_fake(scenario, HASTY)
-
-
-def test_cancelled_request_leaves_no_reply_behind(control: Callable[..., None]) -> None:
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader._child.version()
-        control(behaviour="late", late_s=0.5)
-        asking = asyncio.create_task(reader.jobs())
-        await asyncio.sleep(0.1)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert reader._child.pid is None
-        control()
-        assert len(await reader.steps()) == 1
-
-    by_fake(scenario)
+@in_haste
+async def test_late_reply_is_never_taken_for_the_reply_to_the_next_request(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
+    await reader._child.version()
+    control(behaviour="late", late_s=1.0)
+    with pytest.raises(ChildFailed):
+        await reader.jobs()
+    control()
+    reader._limits = LIMITS
+    await asyncio.sleep(1.2)  # long enough for the late reply
+    assert [step.id.count(".") for step in await reader.steps()] == [1]
 
 
-def test_process_that_dies_is_unanswered_with_its_last_line(control: Callable[..., None]) -> None:
+async def test_cancelled_request_leaves_no_reply_behind(reader: PyslurmReader, control: Callable[..., None]) -> None:
+    await reader._child.version()
+    control(behaviour="late", late_s=0.5)
+    asking = asyncio.create_task(reader.jobs())
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert reader._child.pid is None
+    control()
+    assert len(await reader.steps()) == 1
+
+
+async def test_process_that_dies_is_unanswered_with_its_last_line(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
     control(behaviour="die")
 
-    async def scenario(reader: PyslurmReader) -> None:
-        with pytest.raises(ChildFailed, match=r"ended with [0-9]+: fatal: the false pyslurm ends the process"):
-            await reader.jobs()
-
-    by_fake(scenario)
+    with pytest.raises(ChildFailed, match=r"ended with [0-9]+: fatal: the false pyslurm ends the process"):
+        await reader.jobs()
 
 
-def test_process_that_ended_between_two_requests_is_replaced_without_a_failure(control: Callable[..., None]) -> None:
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader.steps()
-        running = reader._child._running
-        assert running is not None
-        running.process.kill()
-        await running.process.wait()
-        assert len(await reader.steps()) == 1
+async def test_process_that_ended_between_two_requests_is_replaced_without_a_failure(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
+    await reader.steps()
+    running = reader._child._running
+    assert running is not None
+    running.process.kill()
+    await running.process.wait()
+    assert len(await reader.steps()) == 1
 
-    by_fake(scenario)
 
-
-def test_drain_whose_process_dies_is_unanswered_although_it_was_made(
-    control: Callable[..., None], tmp_path: Path
+async def test_drain_whose_process_dies_is_unanswered_although_it_was_made(
+    reader: PyslurmReader, control: Callable[..., None], tmp_path: Path
 ) -> None:
     changes = tmp_path / "changes"
     control(behaviour="die", changes=str(changes))
 
-    async def scenario(reader: PyslurmReader) -> None:
-        with pytest.raises(Unanswered):
-            await reader.drain(N5, "rrl:x")
-
-    by_fake(scenario)
+    with pytest.raises(Unanswered):
+        await reader.drain(N5, "rrl:x")
     assert changes.exists()
 
 
-def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., None]) -> None:
+async def test_impossible_value_is_a_failure_of_the_process(
+    reader: PyslurmReader, control: Callable[..., None]
+) -> None:
     control(behaviour="garbage")
 
-    async def scenario(reader: PyslurmReader) -> None:
-        with pytest.raises(ChildFailed, match="'FLYING' is not a known job state"):
-            await reader.jobs()
-
-    by_fake(scenario)
+    with pytest.raises(ChildFailed, match="'FLYING' is not a known job state"):
+        await reader.jobs()
 
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -343,44 +323,35 @@ def test_impossible_value_is_a_failure_of_the_process(control: Callable[..., Non
         ({"import_behaviour": "die"}, False, "pyslurm does not start: the process of pyslurm ended with "),
     ],
 )
-def test_auto_takes_pyslurm_only_if_it_starts_and_fits_the_version(
+async def test_auto_takes_pyslurm_only_if_it_starts_and_fits_the_version(
     control: Callable[..., None], settings: dict[str, str], uses_pyslurm: bool, reason: str
 ) -> None:
     control(**settings)
 
-    async def scenario() -> None:
-        choice = await choose_reader("auto", recorded_commands("22.05", "settled"), LIMITS, FAKE)
-        await choice.reader.close()
-        assert isinstance(choice.reader, PyslurmReader) == uses_pyslurm, choice.reason
-        assert reason in choice.reason
-        assert choice.rejected != uses_pyslurm
-
-    asyncio.run(scenario())
+    choice = await choose_reader("auto", recorded_commands("22.05", "settled"), LIMITS, FAKE)
+    await choice.reader.close()
+    assert isinstance(choice.reader, PyslurmReader) == uses_pyslurm, choice.reason
+    assert reason in choice.reason
+    assert choice.rejected != uses_pyslurm
 
 
-def test_import_that_hangs_is_given_up(control: Callable[..., None]) -> None:
+async def test_import_that_hangs_is_given_up(control: Callable[..., None]) -> None:
     control(import_behaviour="hang")
 
-    async def scenario() -> None:
-        child = PyslurmChild(FAKE, start_timeout_s=0.5)
-        with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
-            await child.version()
-        assert child.pid is None
-
-    asyncio.run(scenario())
+    child = PyslurmChild(FAKE, start_timeout_s=0.5)
+    with pytest.raises(ChildFailed, match=r"did not answer within 0\.5 s"):
+        await child.version()
+    assert child.pid is None
 
 
-def test_commands_are_used_if_pyslurm_is_absent_or_not_wanted(control: Callable[..., None]) -> None:
+async def test_commands_are_used_if_pyslurm_is_absent_or_not_wanted(control: Callable[..., None]) -> None:
     commands = recorded_commands("22.05", "settled")
 
-    async def scenario() -> None:
-        absent = await choose_reader("auto", commands, LIMITS, "no_such_module")
-        unwanted = await choose_reader("commands", commands, LIMITS, FAKE)
-        assert (absent.reader, unwanted.reader) == (commands, commands)
-        assert not absent.rejected
-        assert "is not installed" in absent.reason
-
-    asyncio.run(scenario())
+    absent = await choose_reader("auto", commands, LIMITS, "no_such_module")
+    unwanted = await choose_reader("commands", commands, LIMITS, FAKE)
+    assert (absent.reader, unwanted.reader) == (commands, commands)
+    assert not absent.rejected
+    assert "is not installed" in absent.reason
 
 
 def test_setting_pyslurm_takes_it_without_asking_for_slurms_version(control: Callable[..., None]) -> None:
@@ -453,19 +424,13 @@ def test_jobs_of_a_long_queue_are_read_by_squeue(control: Callable[..., None]) -
     selected(scenario, recorded_commands("22.05", "settled", calls))
 
 
-def test_process_ends_with_the_manager(control: Callable[..., None]) -> None:
+async def test_process_ends_with_the_manager(reader: PyslurmReader, control: Callable[..., None]) -> None:
     """A killed manager closes the pipe, which ends the process."""
 
-    async def scenario(reader: PyslurmReader) -> None:
-        await reader._child.version()
-        running = reader._child._running
-        assert running is not None
-        assert running.process.stdin is not None
-        running.process.stdin.close()
-        deadline = time.monotonic() + 60.0
-        while running.process.returncode is None:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        assert running.process.returncode == 0
-
-    by_fake(scenario)
+    await reader._child.version()
+    running = reader._child._running
+    assert running is not None
+    assert running.process.stdin is not None
+    running.process.stdin.close()
+    await eventually(lambda: running.process.returncode is not None)
+    assert running.process.returncode == 0

@@ -90,7 +90,7 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     assert [result[0] for result in results[5:]] == [400] * 6
 
 
-def test_death_of_a_process_fails_its_call_and_no_other_one(
+async def test_death_of_a_process_fails_its_call_and_no_other_one(
     processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = preparation_processes._Process.ask
@@ -104,63 +104,54 @@ def test_death_of_a_process_fails_its_call_and_no_other_one(
 
     monkeypatch.setattr(preparation_processes._Process, "ask", ask_and_kill)
 
-    async def story() -> None:
-        good, bad = (work(messages=[{"role": "user", "content": text}]) for text in ("12", "kill"))
-        assert (await processes.prepare(good))[1] is not None
-        with pytest.raises(ApiError, match="could not be encoded within") as raised:
-            await processes.prepare(bad)
-        assert (raised.value.status, raised.value.body["error"]["code"]) == (413, "request_too_large")
-        assert (await processes.prepare(good))[1] is not None
+    good, bad = (work(messages=[{"role": "user", "content": text}]) for text in ("12", "kill"))
+    assert (await processes.prepare(good))[1] is not None
+    with pytest.raises(ApiError, match="could not be encoded within") as raised:
+        await processes.prepare(bad)
+    assert (raised.value.status, raised.value.body["error"]["code"]) == (413, "request_too_large")
+    assert (await processes.prepare(good))[1] is not None
 
-    asyncio.run(story())
     assert started[0] is started[1] is not started[2]
 
 
-def test_process_that_has_died_while_it_was_idle_is_replaced(processes: PreparationProcesses) -> None:
-    async def story() -> None:
-        await processes.prepare(work(messages=USER))
-        (idle,) = processes._idle
-        idle.end()
-        assert (await processes.prepare(work(messages=USER)))[1] is not None
-
-    asyncio.run(story())
+async def test_process_that_has_died_while_it_was_idle_is_replaced(processes: PreparationProcesses) -> None:
+    await processes.prepare(work(messages=USER))
+    (idle,) = processes._idle
+    idle.end()
+    assert (await processes.prepare(work(messages=USER)))[1] is not None
 
 
-def test_call_that_is_prepared_during_a_stop_is_not_refused(
+async def test_call_that_is_prepared_during_a_stop_is_not_refused(
     processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client repeats a call whose connection breaks. A refusal would be a failure of the agent."""
     ask, asked = preparation_processes._Process.ask, asyncio.Event()
 
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
-        def ask_slowly(process: Any, given: Work) -> Any:
-            loop.call_soon_threadsafe(asked.set)
-            process.pipe.recv()  # until the process ends
-            return ask(process, given)
+    def ask_slowly(process: Any, given: Work) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        process.pipe.recv()  # until the process ends
+        return ask(process, given)
 
-        monkeypatch.setattr(preparation_processes._Process, "ask", ask_slowly)
-        call = asyncio.ensure_future(processes.prepare(work(messages=USER)))
-        await asked.wait()
-        processes.close()
-        done, _ = await asyncio.wait([call], timeout=0.5)
-        assert not done
-        call.cancel()
-
-    asyncio.run(story())
+    monkeypatch.setattr(preparation_processes._Process, "ask", ask_slowly)
+    call = asyncio.ensure_future(processes.prepare(work(messages=USER)))
+    await asked.wait()
+    processes.close()
+    done, _ = await asyncio.wait([call], timeout=0.5)
+    assert not done
+    call.cancel()
 
 
-def test_process_that_takes_too_long_is_ended(processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_that_takes_too_long_is_ended(
+    processes: PreparationProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preparation_processes, "TIMEOUT_S", 0.0)
 
-    async def story() -> None:
-        with pytest.raises(ApiError, match="could not be encoded"):
-            await processes.prepare(work(messages=USER))
-        monkeypatch.undo()
-        assert (await processes.prepare(work(messages=USER)))[1] is not None
-
-    asyncio.run(story())
+    with pytest.raises(ApiError, match="could not be encoded"):
+        await processes.prepare(work(messages=USER))
+    monkeypatch.undo()
+    assert (await processes.prepare(work(messages=USER)))[1] is not None
 
 
 # ── any body ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -151,89 +151,80 @@ def test_answers_read_by_agents_are_trained_token_for_token_although_the_store_i
         assert tokens == (*first, 2, 3, *second)
 
 
-def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end_an_attempt(
+async def test_agent_of_an_older_attempt_is_fenced_and_an_invalid_request_does_not_end_an_attempt(
     process: StoreProcess,
 ) -> None:
-    async def main() -> None:
-        process.start(CREW)
-        async with _clients(process, AGENTS, OTHER_AGENTS) as (old, new):
-            (item,) = await lease_episodes(old, 1)
-            with pytest.raises(Refused, match="max_new is 99") as refused:
-                await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 99)
-            assert not isinstance(refused.value, FencedAttempt)
-            turn = await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 4)
-            waiting = asyncio.create_task(old.ask(Follow, turn, 0, wait=DEADLINE_S))
-            await old.ask(FailAttempt, item.episode, item.attempt, "no sandbox")
-            with pytest.raises(FencedAttempt, match="is over"):
-                await waiting
-            (again,) = await lease_episodes(new, 1)
-            assert (again.episode, again.attempt) == (item.episode, 2)
-            for call in (
-                open_turn(old, item.episode, 1, "y", None, 0, (2,), 4),
-                old.ask(FinishEpisode, item.episode, 1, 1.0),
-                old.ask(FailAttempt, item.episode, 1, "late"),
-            ):
-                with pytest.raises(FencedAttempt, match="was succeeded by attempt 2"):
-                    await call
-            assert (await new.ask(GetEpisode, item.episode)).attempt == 2
-            turn = await open_turn(new, item.episode, 2, "x", None, 0, (2,), 4)
-            assert await new.ask(Follow, turn, 0, wait=0.0) is None
-            process.set_membership([*(each for each in CREW if each != OTHER_AGENTS), incarnation_of("agents/1", 2)])
-
-    asyncio.run(main())
+    process.start(CREW)
+    async with _clients(process, AGENTS, OTHER_AGENTS) as (old, new):
+        (item,) = await lease_episodes(old, 1)
+        with pytest.raises(Refused, match="max_new is 99") as refused:
+            await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 99)
+        assert not isinstance(refused.value, FencedAttempt)
+        turn = await open_turn(old, item.episode, item.attempt, "x", None, 0, (2,), 4)
+        waiting = asyncio.create_task(old.ask(Follow, turn, 0, wait=DEADLINE_S))
+        await old.ask(FailAttempt, item.episode, item.attempt, "no sandbox")
+        with pytest.raises(FencedAttempt, match="is over"):
+            await waiting
+        (again,) = await lease_episodes(new, 1)
+        assert (again.episode, again.attempt) == (item.episode, 2)
+        for call in (
+            open_turn(old, item.episode, 1, "y", None, 0, (2,), 4),
+            old.ask(FinishEpisode, item.episode, 1, 1.0),
+            old.ask(FailAttempt, item.episode, 1, "late"),
+        ):
+            with pytest.raises(FencedAttempt, match="was succeeded by attempt 2"):
+                await call
+        assert (await new.ask(GetEpisode, item.episode)).attempt == 2
+        turn = await open_turn(new, item.episode, 2, "x", None, 0, (2,), 4)
+        assert await new.ask(Follow, turn, 0, wait=0.0) is None
+        process.set_membership([*(each for each in CREW if each != OTHER_AGENTS), incarnation_of("agents/1", 2)])
 
 
-def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death(process: StoreProcess) -> None:
+async def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death(process: StoreProcess) -> None:
     successor = incarnation_of("agents/0", 2)
 
-    async def main() -> None:
-        process.start(CREW)
-        async with _clients(process, AGENTS, successor, ROLLOUT) as (old, new, rollout):
-            (item,) = await lease_episodes(old, 1)
-            asked = (item.episode, 1, "x", None, 0, (2, 3), 4, ("hash",), "{}")
-            turn = await open_turn(old, *asked)
-            await rollout.lease(1)
-            await rollout.append([segment(turn, 0, (5, 6))])
-            waiting = asyncio.create_task(old.ask(Follow, turn, 2, wait=DEADLINE_S))
-            process.set_membership([*(each for each in CREW if each != AGENTS), successor])
-            with pytest.raises(Fenced):
-                await waiting
-            await rollout.append([segment(turn, 2, (7,))])
-            (again,) = await lease_episodes(new, 1)
-            shown = await new.ask(GetEpisode, item.episode)
-            assert [each.sampled for each in shown.recorded] == [(5, 6, 7)]
-            assert await open_turn(new, item.episode, again.attempt, *asked[2:]) == turn
-            await new.ask(EndTurn, turn, 2)
-            read = await new.ask(Follow, turn, 0)
-            assert read is not None
-            assert (read.tokens, read.finished) == ((5, 6), True)
-            assert await rollout.append([segment(turn, 3, (8,))]) == (turn,)
-            assert (await new.ask(GetEpisode, item.episode, holding=(turn,))).turns == ()
-
-    asyncio.run(main())
+    process.start(CREW)
+    async with _clients(process, AGENTS, successor, ROLLOUT) as (old, new, rollout):
+        (item,) = await lease_episodes(old, 1)
+        asked = (item.episode, 1, "x", None, 0, (2, 3), 4, ("hash",), "{}")
+        turn = await open_turn(old, *asked)
+        await rollout.lease(1)
+        await rollout.append([segment(turn, 0, (5, 6))])
+        waiting = asyncio.create_task(old.ask(Follow, turn, 2, wait=DEADLINE_S))
+        process.set_membership([*(each for each in CREW if each != AGENTS), successor])
+        with pytest.raises(Fenced):
+            await waiting
+        await rollout.append([segment(turn, 2, (7,))])
+        (again,) = await lease_episodes(new, 1)
+        shown = await new.ask(GetEpisode, item.episode)
+        assert [each.sampled for each in shown.recorded] == [(5, 6, 7)]
+        assert await open_turn(new, item.episode, again.attempt, *asked[2:]) == turn
+        await new.ask(EndTurn, turn, 2)
+        read = await new.ask(Follow, turn, 0)
+        assert read is not None
+        assert (read.tokens, read.finished) == ((5, 6), True)
+        assert await rollout.append([segment(turn, 3, (8,))]) == (turn,)
+        assert (await new.ask(GetEpisode, item.episode, holding=(turn,))).turns == ()
 
 
-def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(process: StoreProcess) -> None:
-    async def main() -> None:
-        process.start(CREW)
-        async with _clients(process, AGENTS, OTHER_AGENTS, ROLLOUT) as (one, other, rollout):
-            opened = await one.ask(OpenEpisode, "my request")
-            assert opened is not None
-            assert await other.ask(OpenEpisode, "my request") == opened
-            (item,) = opened.items
-            turn = await open_turn(one, item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
-            trained = await open_turn(one, item.episode, 1, "y", None, 0, (2, 3), 4)
-            assert {work.trajectory: work.sampling for work in await rollout.lease(2)} == {
-                turn: Sampling(seed=1),
-                trained: None,
-            }
-            await rollout.append([segment(trained)], [trained])
-            await one.ask(FinishEpisode, item.episode, 1, None, later=True)
-            await other.ask(PostReward, item.episode, 1, 0.5)
-            with pytest.raises(Refused, match="and cannot change"):
-                await one.ask(PostReward, item.episode, 1, 1.0)
-
-    asyncio.run(main())
+async def test_agent_outside_of_the_run_gets_an_episode_and_posts_its_reward_later(process: StoreProcess) -> None:
+    process.start(CREW)
+    async with _clients(process, AGENTS, OTHER_AGENTS, ROLLOUT) as (one, other, rollout):
+        opened = await one.ask(OpenEpisode, "my request")
+        assert opened is not None
+        assert await other.ask(OpenEpisode, "my request") == opened
+        (item,) = opened.items
+        turn = await open_turn(one, item.episode, 1, "x", None, 0, (2, 3), 4, sampling=Sampling(seed=1))
+        trained = await open_turn(one, item.episode, 1, "y", None, 0, (2, 3), 4)
+        assert {work.trajectory: work.sampling for work in await rollout.lease(2)} == {
+            turn: Sampling(seed=1),
+            trained: None,
+        }
+        await rollout.append([segment(trained)], [trained])
+        await one.ask(FinishEpisode, item.episode, 1, None, later=True)
+        await other.ask(PostReward, item.episode, 1, 0.5)
+        with pytest.raises(Refused, match="and cannot change"):
+            await one.ask(PostReward, item.episode, 1, 1.0)
 
 
 def test_group_whose_reward_is_overdue_is_dropped_without_a_further_request(tmp_path: Path) -> None:
