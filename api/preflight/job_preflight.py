@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ...cluster.slurm.limits import JobLimits, read_limits
+from ...cluster.slurm.site import JobLimits, read_limits
 from ...config.import_paths import ENGINES
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission

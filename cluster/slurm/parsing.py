@@ -306,11 +306,12 @@ def _reason(line: str) -> tuple[str, str]:
     return (match[1], match[2] or "") if match else ("", "")
 
 
-def inactive_limit(text: str) -> int:
-    """Return InactiveLimit (s) from ``scontrol show config``; 0 means that a job continues without a running salloc."""
-    if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
-        return int(match[1])
-    raise Unreadable("the output of scontrol show config has no InactiveLimit")
+def read_config(text: str) -> dict[str, str]:
+    """Parse ``scontrol show config`` into {name: value}, with its ``Cgroup Support Configuration`` if present."""
+    values = dict(re.findall(r"^(\w+(?:\[\d+\])?)\s*= ?(.*?)\s*$", text, re.MULTILINE))
+    if not re.match(r"\d", values.get("InactiveLimit", "")):
+        raise Unreadable(f"the output is no configuration of Slurm: {text.strip()[:80]!r}")
+    return {name: "" if value == "(null)" else value for name, value in values.items()}
 
 
 def _allocation_state(state_name: str) -> AllocationState:

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ....cluster.base import Refused, Unanswered
 from ....config.import_paths import ENGINES
 from ....core.command_runner import run
 from ....transport.address import NETWORK_ENV, interfaces, own_address
@@ -68,8 +69,6 @@ class UnavailableCause(StrEnum):
     """A file or program does not exist."""
     NVML = "nvml"
     """The driver's library returned an error."""
-    NO_CLUSTER = "no_cluster"
-    """Slurm's commands are installed, but no cluster is configured."""
     OTHER = "other"
 
 
@@ -220,6 +219,11 @@ class Host(Struct, frozen=True):
     nvml: Nvml | Unavailable
     dcgm: Dcgm | Unavailable
     scratch: Scratch | Unavailable
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Return the versions of the installed packages that rrl uses; empty if they could not be read."""
+        return {} if isinstance(self.python, Unavailable) else self.python.packages
 
 
 def read_host(within: float) -> Host:
@@ -449,4 +453,4 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, OSError | Refused | Unanswered) and text else f"{type(error).__name__}: {text}"

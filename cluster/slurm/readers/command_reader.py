@@ -65,8 +65,8 @@ class CommandReader:
     async def config(self) -> SlurmConfig:
         """Return the settings of slurmctld."""
         ended = await self._output(("scontrol", "show", "config"))
-        version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", ended.out, re.MULTILINE)
-        return SlurmConfig(version[1] if version else "", _parsed("scontrol", text.inactive_limit, ended))
+        values = _parsed("scontrol", text.read_config, ended)
+        return SlurmConfig(values.get("SLURM_VERSION", ""), int(values["InactiveLimit"].split()[0]))
 
     async def drain(self, name: NodeName, reason: str) -> None:
         """Drain a node."""
