@@ -230,7 +230,7 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
                 "sinfo": SINFO,
                 "sbatch": "exit 0",
                 "scontrol": CONFIG,
-                "sacctmgr": 'case "$*" in *"show assoc"*) echo "astro||1||||";; *"show user"*) echo "None|astro";; esac',
+                "sacctmgr": 'case "$*" in *assoc*) echo "astro||1||||";; *"show user"*) echo "None|astro";; esac',
             },
             "",
             "the run needs 2 jobs to start, and MaxJobs of account astro is 1",
