@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -12,7 +11,7 @@ from ...core.units import seconds
 from ...slurm_templates.render import allocation_options, allocation_script
 from ..base import AllocationRequest
 from .node_states import takes_jobs
-from .parsing import Unreadable, records
+from .parsing import Unreadable, gpus_by_type, records
 
 SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s", "%a", "%M")
 """Fields for ``sinfo -e -h -o``: partition, number of nodes of one shape, CPUs, MiB, gres, state, time limit, nodes per
@@ -91,16 +90,6 @@ def read_partitions(text: str) -> list[Partition]:
         except ValueError as error:
             raise Unreadable(f"partition {name}: {error}") from error
     return partitions
-
-
-def gpus_by_type(gres: str) -> dict[str, int]:
-    """Return a node's GPUs as {type: count} from a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``."""
-    gpus: dict[str, int] = {}
-    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", resource):
-            kind = match[1] or ""
-            gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
-    return gpus
 
 
 def seconds_of(text: str) -> float:

@@ -16,7 +16,7 @@ from rrl.cluster.slurm.parsing import (
     managed_runs,
     read_config,
     read_jobs,
-    read_node_info,
+    read_node_infos,
     read_nodes,
     read_steps,
 )
@@ -127,7 +127,7 @@ def test_drain_reason_is_parsed_apart_from_the_state() -> None:
 def test_odd_drain_reason_ends_where_its_author_and_time_begin(reason: str) -> None:
     line = f"NodeName=n1 State=IDLE+DRAIN ThreadsPerCore=1 Reason={reason} [root@2026-11-22T09:08:07]"
     assert read_nodes(line)[NodeName("n1")].reason == reason
-    assert read_node_info(line) == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
+    assert read_node_infos(line)[NodeName("n1")] == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
 
 
 def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.cluster.slurm.parsing import Unreadable
-from rrl.cluster.slurm.requests import Partition, eligible, gpus_by_type, read_partitions, seconds_of
+from rrl.cluster.slurm.parsing import Unreadable, gpus_by_type
+from rrl.cluster.slurm.requests import Partition, eligible, read_partitions, seconds_of
 from rrl.core.types import Resources
 
 INF = float("inf")
