@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from ...cluster.slurm.limits import JobLimits, read_limits
-from ...config.import_paths import ENGINES
+from ...cluster.slurm.site import JobLimits, read_limits
+from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
@@ -103,19 +103,16 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
         *doubts,
         *_missing_paths(job, document),
         *_python_mismatch(job),
-        *_unless_certain(command_problems(job, spec, folder), document, " on this machine; the nodes need it"),
-        *_unless_certain(
-            notification_problems(job, folder), document, " on this machine; the machine of the manager needs it"
-        ),
+        *_doubts(document, command_problems(job, spec, folder), " on this machine; the nodes need it"),
+        *_doubts(document, notification_problems(job, folder), " on this machine; the machine of the manager needs it"),
         *_check_trusted_network(job, document),
-        *_check_transport_installed(job, document),
-        *_check_engine_installed(job, document),
-        *_check_endpoint_installed(job, document),
+        *_check_installed(job, document),
+        *_check_engine_arguments(job, document),
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
         *_check_learning_rates(job, spec),
-        *_unless_certain(task_file_problems(job), document, "; the nodes need it"),
+        *_doubts(document, task_file_problems(job), "; the nodes need it"),
         *_check_stream(job),
         *_check_eval(job),
     ]
@@ -151,6 +148,13 @@ def with_location(document: JobDocument, problem: Problem) -> str:
     return document.complaint(problem.key, problem.text) if problem.key else problem.text
 
 
+def _doubts(document: JobDocument, problems: Sequence[Problem], note: str) -> list[str]:
+    """Return the problems as warnings with a note. Raises UsageError, without the note, if some are certain."""
+    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
+        raise UsageError("\n".join(certain))
+    return [f"{'.'.join(problem.key)}: {problem.text}{note}" for problem in problems]
+
+
 def _missing_paths(job: Job, document: JobDocument) -> list[str]:
     """Return a warning for each folder of [env] that this machine lacks, since the nodes may have it.
 
@@ -170,17 +174,6 @@ def _missing_paths(job: Job, document: JobDocument) -> list[str]:
     return [
         f"env.{key} = {where!r} does not exist on this machine; the nodes need it" for key, where in missing.items()
     ]
-
-
-def _unless_certain(problems: Iterable[Problem], document: JobDocument, needed: str) -> list[str]:
-    """Return a warning for each problem that this machine has and another may not have; ``needed`` says which one.
-
-    Raises UsageError instead if a problem is certain.
-    """
-    problems = list(problems)
-    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
-        raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text}{needed}" for problem in problems]
 
 
 def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
@@ -226,59 +219,61 @@ def _check_trusted_network(job: Job, document: JobDocument) -> list[str]:
     return []
 
 
-def _check_transport_installed(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if the package of the weight transport that the job names is not installed here.
+def _check_installed(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each package that is missing on this machine; the nodes may have it.
 
-    Raises UsageError instead if the roles run in this environment.
+    Raises UsageError instead if what needs the package runs in this environment.
     """
-    kind = job.transport.weights
-    if kind not in PACKAGES or installed_package(kind) is not None:
-        return []
-    reason = f"{PACKAGES[kind][0]} is not installed"
-    elsewhere = not job.cluster.traits.roles_run_here or job.env.python or job.env.venv or job.env.conda
-    if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
-        return [f'transport.weights = "{kind}": {reason} on this machine; it must be on the nodes']
-    fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
-    raise UsageError(with_location(document, Problem(("transport", "weights"), f"{reason}; {fix}")))
+    missing = list(_missing_packages(job))
+    if certain := [problem for _, _, problem in missing if problem.certain]:
+        raise UsageError(with_location(document, certain[0]))
+    return [
+        f"{one}: {package} is not installed on this machine; it must be on the nodes" for one, package, _ in missing
+    ]
 
 
-def _check_engine_installed(job: Job, document: JobDocument) -> list[str]:
-    """Check the package of the rollouts' engine on this machine, if one of rrl's engines needs a package.
+def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
+    """Yield (what of the job needs a package, the package, why the job does not work without it)."""
+    roles, kind = job.roles, job.transport.weights
 
-    Returns one warning if the package is missing here, else a warning for each of the job's arguments that the
-    installed package lacks. Raises UsageError instead if the rollouts run in this environment.
+    def missing(subject: str, key: tuple[str, ...], package: str, fix: str, direct: bool) -> tuple[str, str, Problem]:
+        here = direct and job.cluster.traits.roles_run_here and not job.env.python
+        return subject, package, Problem(key, f"{package} is not installed; {fix}", certain=here)
+
+    if kind in PACKAGES and installed_package(kind) is None:
+        direct = all(role.launcher == "direct" for role in job.every_role().values())
+        direct, key = direct and not (job.env.venv or job.env.conda), ("transport", "weights")
+        fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
+        yield missing(f'transport.weights = "{kind}"', key, PACKAGES[kind][0], fix, direct)
+    if (row := _engine_row(job)) is not None and find_spec(row.package) is None:
+        subject, fix = f'roles.rollout.engine = "{roles.rollout.engine}"', f'{row.install}, or write "torch"'
+        yield missing(subject, ("roles", "rollout", "engine"), row.package, fix, roles.rollout.launcher == "direct")
+    absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
+    for name, role in roles.named().items():
+        if absent and name in ("agents", "endpoint"):
+            fix = "pip install '.[endpoint]' in rrl's clone"
+            yield missing(f"roles.{name}", ("roles", name), absent, fix, role.launcher == "direct")
+
+
+def _engine_row(job: Job) -> EngineRow | None:
+    """Return the row of the rollouts' engine; None if it needs no package, or the rollouts are a user's program."""
+    row = ENGINES.get(job.roles.rollout.engine)
+    own = job.task is None or job.roles.rollout.command is not None
+    return None if own or row is None or not row.package else row
+
+
+def _check_engine_arguments(job: Job, document: JobDocument) -> list[str]:
+    """Return a warning for each argument that the engine's package on this machine lacks.
+
+    Raises UsageError instead if the rollouts run in this environment.
     """
-    rollout, elsewhere = job.roles.rollout, not job.cluster.traits.roles_run_here or bool(job.env.python)
-    row = ENGINES.get(rollout.engine)
-    if job.task is None or rollout.command is not None or row is None or not row.package:
+    rollout, row, table = job.roles.rollout, _engine_row(job), ("roles", "rollout", "vllm")
+    if row is None or find_spec(row.package) is None:
         return []
-    elsewhere = elsewhere or rollout.launcher != "direct"
-    if find_spec(row.package) is None:
-        missing = f"{row.package} is not installed"
-        if elsewhere:
-            return [f'roles.rollout.engine = "{rollout.engine}": {missing} on this machine; it must be on the nodes']
-        fix = f'{row.install}, or write "torch"'
-        raise UsageError(with_location(document, Problem(("roles", "rollout", "engine"), f"{missing}; {fix}")))
-    wrong, table = row.unknown_arguments(rollout.vllm), ("roles", "rollout", "vllm")
-    if wrong and not elsewhere:
+    wrong = row.unknown_arguments(rollout.vllm)
+    if wrong and job.cluster.traits.roles_run_here and not job.env.python and rollout.launcher == "direct":
         raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
     return [f"{'.'.join(table)}.{name}: {text}; the {rollout.engine} of the nodes needs it" for name, text in wrong]
-
-
-def _check_endpoint_installed(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning for each role that serves the endpoint if a package for it is missing here.
-
-    Raises UsageError instead if the role runs in this environment.
-    """
-    missing = [name for name in ENDPOINT_PACKAGES if find_spec(name) is None]
-    serving = {name: role for name, role in job.roles.named().items() if name in ("agents", "endpoint")}
-    if not serving or not missing:
-        return []
-    for name, role in serving.items():
-        if job.cluster.traits.roles_run_here and not job.env.python and role.launcher == "direct":
-            text = f"{missing[0]} is not installed; pip install '.[endpoint]' in rrl's clone"
-            raise UsageError(with_location(document, Problem(("roles", name), text)))
-    return [f"roles.{name}: {missing[0]} is not installed on this machine; it must be on the nodes" for name in serving]
 
 
 def _check_endpoint_route(job: Job) -> list[str]:

@@ -168,15 +168,14 @@ def owner_of(run: RunDir) -> int:
 def ask_slurm(uid: int) -> SlurmJobs:
     """Query Slurm once for all jobs of a user. Blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
     from ...cluster.base import AllocationState, Refused, Unanswered
-    from ...cluster.slurm.commands import execute, failure
+    from ...cluster.slurm.commands import output_of
     from ...cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
     from ...core.command_runner import run_coroutine
 
     try:
-        ended = run_coroutine(execute(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
-        if ended.code:
-            raise failure("squeue", ended)
-        jobs = read_jobs(ended.out)
+        jobs = read_jobs(
+            run_coroutine(output_of(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
+        )
     except (Refused, Unanswered, Unreadable) as error:
         return SlurmJobs(unknown=f"Slurm cannot be asked: {str(error).partition(chr(10))[0]}")
     return SlurmJobs(tuple(job for job in jobs if job.state is not AllocationState.ENDED))

@@ -5,6 +5,9 @@ docs/doctor.md is generated from it. A check may give a better fix than the cata
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from ...config.import_paths import ENGINES
@@ -283,24 +286,39 @@ MEANINGS: dict[str, Meaning] = {
 }
 
 
-def ok(name: str, found: str) -> Check:
-    """Return a passed check."""
-    return Check(name, Verdict.OK, found)
+class Answer(NamedTuple):
+    """The answer to the question of a check; its ``fix`` is None for that of the catalogue."""
+
+    verdict: Verdict
+    found: str
+    fix: str | None = ""
 
 
-def warn(name: str, found: str, fix: str | None = None) -> Check:
-    """Return a check with a warning; ``fix`` replaces the catalogue's advice."""
-    return Check(name, Verdict.WARN, found, MEANINGS[name].fix if fix is None else fix)
+def ok(found: str) -> Answer:
+    """Return the answer that all is well."""
+    return Answer(Verdict.OK, found)
 
 
-def fail(name: str, found: str, fix: str | None = None) -> Check:
-    """Return a failed check; ``fix`` replaces the catalogue's advice."""
-    return Check(name, Verdict.FAIL, found, MEANINGS[name].fix if fix is None else fix)
+def warn(found: str, fix: str | None = None) -> Answer:
+    """Return a warning; ``fix`` replaces the catalogue's advice."""
+    return Answer(Verdict.WARN, found, fix)
 
 
-def unknown(name: str, why: Unavailable | str, fix: str = "") -> Check:
-    """Return a check with the verdict UNKNOWN. ``why`` is the reason for which its question could not be answered."""
-    return Check(name, Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
+def fail(found: str, fix: str | None = None) -> Answer:
+    """Return a failure; ``fix`` replaces the catalogue's advice."""
+    return Answer(Verdict.FAIL, found, fix)
+
+
+def unknown(why: Unavailable | str, fix: str | None = "") -> Answer:
+    """Return why the question could not be answered."""
+    return Answer(Verdict.UNKNOWN, why.why if isinstance(why, Unavailable) else why, fix)
+
+
+def check(name: str, judge: Callable[..., Answer], *facts: object) -> Check:
+    """Return the check with the answer of ``judge(*facts)``; UNKNOWN if one of the facts is unavailable."""
+    why = next((fact for fact in facts if isinstance(fact, Unavailable)), None)
+    verdict, found, fix = judge(*facts) if why is None else unknown(why)
+    return Check(name, verdict, found, MEANINGS[name].fix if fix is None else fix)
 
 
 def limit(value: int) -> str:

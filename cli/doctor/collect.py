@@ -22,16 +22,18 @@ from pathlib import Path
 import msgspec
 
 from ...api.preflight.job_folder import runs_root_doubts
-from ...cluster.slurm.commands import SlurmLimits, environment, reports_no_cluster
-from ...cluster.slurm.limits import read_limits
+from ...cluster.base import AllocationRequest
+from ...cluster.slurm import site
+from ...cluster.slurm.commands import NoCluster, SlurmLimits
 from ...cluster.slurm.readers.command_reader import CommandReader
 from ...cluster.slurm.readers.selection import choose_reader
-from ...core.command_runner import CommandResult, run
+from ...cluster.slurm.requests import Partition, batch_script, eligible
+from ...core.command_runner import CommandResult
 from ...core.run_dir import runs_root
+from ...core.types import Resources
 from ...manager.bootstrap import manager_job
-from . import slurm_output as text
-from .facts import Accounts, CgroupConf, Config, DoctorOptions, Facts, Nodes, Partitions, Reader, Slurm, Storage, Trials
-from .node_probe.host import ReadError, Unavailable, UnavailableCause, filesystem, read_host, run_readers
+from .facts import Config, DoctorOptions, Facts, Reader, Slurm, Storage, Trials
+from .node_probe.host import Unavailable, filesystem, read_host, run_readers
 
 SLURM_TIMEOUT_S = 10.0
 """Time limit (s) of a Slurm command, equal to the default of Slurm's MessageTimeout."""
@@ -42,16 +44,7 @@ _HOST_FACTS_TIMEOUT_S = 5.0
 MAX_PARTITIONS = 8
 """Maximum number of partitions that are tried for the manager's job."""
 TRUE_SCRIPT = "#!/bin/sh\ntrue\n"
-_NO_ANSWER_PATTERN = re.compile(
-    r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
-    r"Protocol authentication",
-    re.IGNORECASE,
-)
-"""Pattern of error messages that mean that slurmctld did not answer. Any other error counts as a refusal.
-
-For example "Unspecified error", which a site's submit filter returns, is a refusal.
-"""
-_SMALL_JOB_OPTIONS = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
+_SMALL_NODE = Resources(cpus=1, mem=256 * 2**20)
 _MANAGER_JOB_OPTIONS = (
     "--no-requeue",
     "--nodes=1",
@@ -84,37 +77,24 @@ def read_facts(wanted: DoctorOptions) -> Facts:
 
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_slurm(*argv: str, stdin: str = "", timeout_s: float = SLURM_TIMEOUT_S) -> CommandResult:
-    """Run a Slurm command, and return its result.
-
-    The environment of the command lacks the variables that Slurm sets in a job, and the variables that change the
-    defaults of Slurm's commands.
-
-    Raises OSError if the command cannot be started, and TimeoutError if it takes longer than ``timeout_s``.
-    """
-    return run(argv, timeout_s, env=environment(os.environ), stdin_text=stdin)
-
-
 def read_slurm(wanted: DoctorOptions) -> Slurm | str:
     """Return what Slurm reports, or a text that says why there is no cluster here."""
     if absent := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
         return f"no {' and no '.join(absent)} on PATH"
-    user = getpass.getuser()
     first = run_readers(
         {
             "config": _config,
-            "partitions": lambda: text.read_partitions(_output_of("scontrol", "show", "partition", "-o")),
-            "nodes": lambda: text.read_nodes(_output_of("scontrol", "show", "node", "-o")),
-            "accounts": lambda: _accounts(user),
-            "limits": lambda: asyncio.run(read_limits(msgspec.structs.asdict(wanted))),
+            "partitions": lambda: asyncio.run(site.partitions()),
+            "accounts": lambda: asyncio.run(site.accounts()),
+            "limits": lambda: asyncio.run(site.read_limits(wanted.given())),
         },
         2 * SLURM_TIMEOUT_S,
     )
-    if isinstance(first["config"], Unavailable) and first["config"].cause is UnavailableCause.NO_CLUSTER:
+    if first["config"] is None:
         return "Slurm's commands are installed here, but no cluster is configured"
     second = run_readers(
         {
-            "trials": lambda: _trials(wanted, first["partitions"], first["nodes"]),
+            "trials": lambda: _trials(wanted, first["partitions"]),
             "cgroups": lambda: _cgroups(first["config"]),
             "reader": lambda: asyncio.run(_reader()),
         },
@@ -123,40 +103,31 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
     return Slurm(**first, **second)
 
 
-def _output_of(*argv: str) -> str:
-    ended = run_slurm(*argv)
-    if ended.code:
-        cause = UnavailableCause.NO_CLUSTER if reports_no_cluster(ended.message) else UnavailableCause.OTHER
-        raise ReadError(f"{argv[0]}: {ended.message or f'exit code {ended.code}'}", cause)
-    return ended.out
-
-
-def _config() -> Config:
+def _config() -> Config | None:
+    """Return Slurm's configuration; None if no cluster is configured here. Raises Refused or Unanswered."""
     began = time.monotonic()
-    values = text.read_config(_output_of("scontrol", "show", "config"))
-    return Config(values, time.monotonic() - began)
+    try:
+        values = asyncio.run(site.configuration())
+    except NoCluster:
+        return None
+    return Config(values, seconds=time.monotonic() - began)
 
 
-def _accounts(user: str) -> Accounts:
-    def show(*arguments: str) -> str:
-        return _output_of("sacctmgr", "-n", "-P", "show", *arguments)
-
-    return text.read_accounts(
-        show("user", "where", f"name={user}", "format=AdminLevel,DefaultAccount"),
-        show("assoc", "where", f"user={user}", "format=Account"),
-    )
-
-
-def _cgroups(config: Config | Unavailable) -> CgroupConf:
+def _cgroups(config: Config | Unavailable) -> Config:
     """Return Slurm's cgroup settings, from ``scontrol show config`` or else from this host's cgroup.conf.
 
     ``scontrol`` prints the settings only if Slurm uses its cgroup plugins. Raises OSError if the file cannot be read.
     """
     values = {} if isinstance(config, Unavailable) else config.values
-    if "ConstrainDevices" in values:
-        return CgroupConf(values, "scontrol show config")
-    folder = Path(values.get("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
-    return CgroupConf(text.read_pairs((folder / "cgroup.conf").read_text()), str(folder / "cgroup.conf"))
+    if isinstance(config, Config) and "ConstrainDevices" in values:
+        return config
+    file = Path(values.get("SLURM_CONF") or "/etc/slurm/slurm.conf").with_name("cgroup.conf")
+    return Config(read_pairs(file.read_text()), str(file))
+
+
+def read_pairs(text: str) -> dict[str, str]:
+    """Parse one of Slurm's configuration files, such as cgroup.conf: ``Name=value`` lines, with comments."""
+    return dict(re.findall(r"^\s*(\w+)\s*=\s*([^\s#]*)", text, re.MULTILINE))
 
 
 async def _reader() -> Reader:
@@ -171,48 +142,43 @@ async def _reader() -> Reader:
     return Reader(choice.reason, choice.rejected)
 
 
-def would_take(options: Sequence[str], script: str) -> CommandResult | Unavailable:
-    """Return the result of ``sbatch --test-only`` for this job, or Unavailable if Slurm does not answer.
-
-    The job is not submitted.
-    """
-    try:
-        ended = run_slurm("sbatch", "--test-only", *options, stdin=script, timeout_s=SLURM_TIMEOUT_S / 2)
-    except OSError as error:  # including TimeoutError
-        return Unavailable(str(error))
-    return Unavailable(f"sbatch: {ended.message}") if ended.code and _NO_ANSWER_PATTERN.search(ended.err) else ended
-
-
-def _trials(wanted: DoctorOptions, partitions: Partitions | Unavailable, nodes: Nodes | Unavailable) -> Trials:
+def _trials(wanted: DoctorOptions, partitions: Sequence[Partition] | Unavailable) -> Trials:
     """Have Slurm test the smallest job of each form of a run, and the manager's job.
 
     The manager's job is tested in one partition after another, until one accepts it.
     """
-    known = [] if isinstance(partitions, Unavailable) else [one for one in partitions.partitions if one.up]
-    chosen = wanted.partition or next((one.name for one in known if one.default), "")
-    usable = 2 if isinstance(nodes, Unavailable) or not chosen else len(nodes.usable(chosen))
-    options = (*_SMALL_JOB_OPTIONS, "--ntasks-per-node=1", *wanted.sbatch_options())
-    component = f"#SBATCH {' '.join((*options, '--nodes=1'))}\n"
-    forms: dict[str, Callable[[], object]] = {
-        "pool": partial(would_take, (*options, "--no-kill", f"--nodes={min(2, max(1, usable))}"), TRUE_SCRIPT),
-        "replica": partial(would_take, (*options, "--nodes=1"), TRUE_SCRIPT),
-        "hetjob": partial(would_take, (), f"#!/bin/sh\n{component}#SBATCH hetjob\n{component}true\n"),
-        "manager": lambda: _manager(wanted, [chosen, *(one.name for one in known if one.name != chosen)]),
+    known = [] if isinstance(partitions, Unavailable) else [one for one in partitions if one.up]
+    chosen = eligible(known, wanted.given())
+    usable = chosen[0].fitting(_SMALL_NODE, usable=True) if chosen else 2
+    first = wanted.partition or (chosen[0].name if chosen else "")
+    node = AllocationRequest("doctor", 1, _SMALL_NODE, walltime=600.0, sbatch=wanted.given())
+    requests = {
+        "pool": msgspec.structs.replace(node, count=min(2, max(1, usable))),
+        "replica": node,
+        "hetjob": msgspec.structs.replace(node, further_components=(node,)),
     }
-    results = run_readers(forms, SLURM_TIMEOUT_S)
+    readers: dict[str, Callable[[], object]] = {
+        form: partial(try_job, batch_script(request)) for form, request in requests.items()
+    }
+    readers["manager"] = lambda: _manager(wanted, [first, *(one.name for one in known if one.name != first)])
+    results = run_readers(readers, SLURM_TIMEOUT_S)
     manager = results.pop("manager")
-    return Trials(results, {chosen: manager} if isinstance(manager, Unavailable) else manager)
+    return Trials(results, {first: manager} if isinstance(manager, Unavailable) else manager)
 
 
 def _manager(wanted: DoctorOptions, candidates: Sequence[str]) -> dict[str, CommandResult | Unavailable]:
     tried: dict[str, CommandResult | Unavailable] = {}
     for partition in candidates[:MAX_PARTITIONS]:
-        options = wanted.sbatch_options(partition=partition) if partition else wanted.sbatch_options()
-        answer = would_take((*_MANAGER_JOB_OPTIONS, *options), TRUE_SCRIPT)
-        tried[partition] = answer
-        if isinstance(answer, CommandResult) and answer.code == 0:
+        options = (*_MANAGER_JOB_OPTIONS, *wanted.arguments(partition=partition or wanted.partition))
+        tried |= run_readers({partition: partial(try_job, TRUE_SCRIPT, *options)}, SLURM_TIMEOUT_S)
+        if isinstance(answer := tried[partition], CommandResult) and answer.code == 0:
             break
     return tried
+
+
+def try_job(script: str, *options: str) -> CommandResult:
+    """Return the result of ``sbatch --test-only``. Raises Refused or Unanswered if Slurm does not answer."""
+    return asyncio.run(site.try_job(script, *options, timeout_s=SLURM_TIMEOUT_S / 2))
 
 
 # ── the folder of all runs ─────────────────────────────────────────────────────────────────────────────────────────

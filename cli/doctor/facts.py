@@ -7,9 +7,10 @@ facts, checks judge them, and ``rrl init`` writes a job.toml from them.
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
-from ...cluster.base import NodeState
-from ...cluster.slurm.limits import JobLimits
+from ...cluster.slurm.requests import Partition
+from ...cluster.slurm.site import Accounts, JobLimits
 from ...core.command_runner import CommandResult
 from ...core.types import Verdict
 from .node_probe.host import Host, Unavailable
@@ -36,70 +37,23 @@ class DoctorOptions(Struct, frozen=True):
     account: str = ""
     qos: str = ""
 
-    def sbatch_options(self, **overrides: str) -> tuple[str, ...]:
-        """Return the options that are set, as arguments of sbatch; ``overrides`` replace some of them."""
-        given = {"partition": self.partition, "account": self.account, "qos": self.qos} | overrides
-        return tuple(f"--{key}={value}" for key, value in given.items() if value)
+    def given(self, **overrides: str) -> dict[str, str]:
+        """Return the sbatch options that are set; ``overrides`` replace some of them."""
+        return {name: value for name, value in (asdict(self) | overrides).items() if value}
+
+    def arguments(self, **overrides: str) -> tuple[str, ...]:
+        """Return the options that are set, as arguments of sbatch."""
+        return tuple(f"--{name}={value}" for name, value in self.given(**overrides).items())
 
 
 # ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Config(Struct, frozen=True, tag=True):
-    """The values of ``scontrol show config`` by name. ``seconds`` is the time (s) until slurmctld answered."""
+    """Settings of Slurm by name, and the file or command from which they were read."""
 
     values: dict[str, str]
-    seconds: float
-
-
-class Partition(Struct, frozen=True):
-    """A partition of the cluster.
-
-    ``max_time`` is in s, or None if there is no limit. ``preempted`` says whether its jobs may be preempted
-    (PreemptMode other than OFF).
-    """
-
-    name: str
-    default: bool
-    up: bool
-    max_time: float | None
-    preempted: bool
-
-
-class Partitions(Struct, frozen=True, tag=True):
-    """The partitions of the cluster."""
-
-    partitions: tuple[Partition, ...]
-
-
-class Node(Struct, frozen=True):
-    """A node of the cluster. ``memory`` is in bytes. ``gpus`` is the count by type; '' is the type of untyped GPUs."""
-
-    name: str
-    partitions: tuple[str, ...]
-    state: NodeState
-    cpus: int
-    memory: int
-    gpus: dict[str, int]
-
-
-class Nodes(Struct, frozen=True, tag=True):
-    """The nodes of the cluster."""
-
-    nodes: tuple[Node, ...]
-
-    def usable(self, partition: str) -> tuple[Node, ...]:
-        """Return the nodes of ``partition`` that are up."""
-        return tuple(node for node in self.nodes if partition in node.partitions and node.state is NodeState.UP)
-
-
-class Accounts(Struct, frozen=True, tag=True):
-    """The user's entry in Slurm's accounting.
-
-    ``admin`` is ``None``, ``Operator`` or ``Administrator``; ``default`` is the account of jobs that name no account.
-    """
-
-    admin: str
-    default: str
-    names: tuple[str, ...]
+    source: str = "scontrol show config"
+    seconds: float = 0.0
+    """Time (s) until slurmctld answered; 0 for a file."""
 
 
 class Trials(Struct, frozen=True, tag=True):
@@ -109,13 +63,6 @@ class Trials(Struct, frozen=True, tag=True):
     """Result of the smallest job of each form: ``pool``, ``replica``, ``hetjob``."""
     manager: dict[str, CommandResult | Unavailable]
     """Result of the manager's job by partition, in the order tried, up to the first partition that accepts the job."""
-
-
-class CgroupConf(Struct, frozen=True, tag=True):
-    """Slurm's cgroup settings by name. ``where`` is the file or command from which they were read."""
-
-    values: dict[str, str]
-    where: str
 
 
 class Reader(Struct, frozen=True, tag=True):
@@ -131,13 +78,17 @@ class Slurm(Struct, frozen=True):
     """All facts that were read from Slurm."""
 
     config: Config | Unavailable
-    partitions: Partitions | Unavailable
-    nodes: Nodes | Unavailable
+    partitions: tuple[Partition, ...] | Unavailable
     accounts: Accounts | Unavailable
     limits: JobLimits | Unavailable
     trials: Trials | Unavailable
-    cgroups: CgroupConf | Unavailable
+    cgroups: Config | Unavailable
     reader: Reader | Unavailable
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return Slurm's configuration by name; empty if it could not be read."""
+        return {} if isinstance(self.config, Unavailable) else self.config.values
 
 
 # ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
@@ -165,18 +116,12 @@ class Storage(Struct, frozen=True, tag=True):
 
 
 class Visit(Struct, frozen=True, tag=True):
-    """The report of the job on a compute node.
-
-    ``visible_after_s`` is the time (s) from the first sign that the job was done (its report by TCP, or its end in
-    Slurm) until the login node saw the file that the job wrote; None if it never saw the file. ``skew`` is the time
-    (s) by which the node's clock is ahead, with an error of at most ``bound`` (s); None if no connection was available
-    for the measurement.
-    """
+    """The report of the job on a compute node."""
 
     report: NodeReport
     visible_after_s: float | None
-    skew: float | None
-    bound: float
+    """Time (s) from the first sign that the job was done (its report by TCP, or its end in Slurm) until the login node
+    saw the file that the job wrote; None if it never saw the file."""
 
 
 class Facts(Struct, frozen=True):

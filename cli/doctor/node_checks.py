@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...core.command_runner import CommandResult
-from .catalogue import MEANINGS, fail, ok, unknown, warn
-from .facts import Check, Facts, Visit
-from .host_checks import candidate_networks, memlock, networks_text, nofile, packet_filter, tmp, ucx
+from .catalogue import MEANINGS, Answer, check, fail, ok, unknown, warn
+from .facts import Check, Facts, Storage, Visit
+from .host_checks import candidate_networks, machine_checks, networks_text
 from .node_probe.host import Host, Network, Nvml, Python, Unavailable, UnavailableCause
 from .node_probe.main import NodeReport
 
@@ -29,25 +31,21 @@ def node_checks(facts: Facts) -> list[Check]:
     if visit is None:
         return []
     if isinstance(visit, Unavailable):
-        return [unknown(name, visit, MEANINGS["node.visit"].fix) for name in NAMES]
-    report, host = visit.report, visit.report.host
+        return [check(name, partial(unknown, visit, MEANINGS["node.visit"].fix)) for name in NAMES]
+    report, host, here = visit.report, visit.report.host, facts.host
     return [
-        ok("node.visit", f"a job on {report.node} reported"),
-        _folder(facts, report),
-        _answer(visit),
-        _rrl(report, facts),
-        _packages(host.python, facts.host.python),
-        _torch(report),
-        _address(host.network, facts.host.network),
-        _reach(report),
-        _clock(visit),
-        _sbatch(report),
-        nofile("node.nofile", host.limits),
-        memlock("node.memlock", host.limits, host.network, host.ucx),
-        tmp("node.tmp", host.scratch),
-        ucx("node.ucx", host.ucx, host.network, host.python),
-        packet_filter("node.filter", host.network, host.python),
-        _gpus(report),
+        check("node.visit", ok, f"a job on {report.node} reported"),
+        check("node.folder", partial(_folder, report, facts.storage)),
+        check("node.answer", _answer, visit),
+        check("node.rrl", partial(_rrl, report), here.python, host.python),
+        check("node.packages", _packages, here.python, host.python),
+        check("node.torch", _torch, report),
+        check("node.address", partial(_address, here, host), host.network),
+        check("node.reach", _reach, report),
+        check("node.clock", _clock, report),
+        check("node.sbatch", partial(_sbatch, report.sbatch)),
+        *machine_checks("node", host),
+        check("node.gpus", _gpus, report),
     ]
 
 
@@ -55,149 +53,108 @@ def common_networks(one: Host, other: Host) -> dict[str, str]:
     """Return the networks in which both machines have an address, as {CIDR: interface of ``one``}."""
     if isinstance(one.network, Unavailable) or isinstance(other.network, Unavailable):
         return {}
-    return {
-        cidr: name
-        for cidr, name in candidate_networks(one.network).items()
-        if cidr in candidate_networks(other.network)
-    }
+    others = candidate_networks(other.network)
+    return {cidr: name for cidr, name in candidate_networks(one.network).items() if cidr in others}
 
 
-def _folder(facts: Facts, report: NodeReport) -> Check:
-    root = facts.storage.root if not isinstance(facts.storage, Unavailable) else "the folder of all runs"
+def _folder(report: NodeReport, storage: Storage | Unavailable) -> Answer:
+    root = "the folder of all runs" if isinstance(storage, Unavailable) else storage.root
     if report.folder:
-        return fail("node.folder", f"{root} on {report.node}: {report.folder}")
-    return ok("node.folder", f"{report.node} can read what was written here in {root}")
+        return fail(f"{root} on {report.node}: {report.folder}")
+    return ok(f"{report.node} can read what was written here in {root}")
 
 
-def _answer(visit: Visit) -> Check:
+def _answer(visit: Visit) -> Answer:
     if visit.report.folder:
-        return unknown("node.answer", "the node wrote nothing, because it does not see the folder")
+        return unknown("the node wrote nothing, because it does not see the folder")
     if visit.visible_after_s is None:
-        return fail(
-            "node.answer", "the file that the node wrote did not become visible here", MEANINGS["node.folder"].fix
-        )
+        return fail("the file that the node wrote did not become visible here", MEANINGS["node.folder"].fix)
     text = f"visible here {visit.visible_after_s:.1f} s after the node was done"
-    return warn("node.answer", text) if visit.visible_after_s > MAX_FILE_DELAY_S else ok("node.answer", text)
+    return warn(text) if visit.visible_after_s > MAX_FILE_DELAY_S else ok(text)
 
 
-def _rrl(report: NodeReport, facts: Facts) -> Check:
-    login_python, node_python = facts.host.python, report.host.python
-    if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
-        return unknown("node.rrl", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
-    text = f"{node_python.executable} ({node_python.version}) runs rrl from {report.rrl}"
-    if login_python.version != node_python.version or login_python.packages.get(
-        "rrl-slurm"
-    ) != node_python.packages.get("rrl-slurm"):
-        return fail(
-            "node.rrl",
-            f"{text}; here it is Python {login_python.version}, rrl {login_python.packages.get('rrl-slurm', '?')}",
-        )
-    return ok("node.rrl", text)
+def _rrl(report: NodeReport, here: Python, there: Python) -> Answer:
+    text = f"{there.executable} ({there.version}) runs rrl from {report.rrl}"
+    own = here.packages.get("rrl-slurm")
+    if (here.version, own) != (there.version, there.packages.get("rrl-slurm")):
+        return fail(f"{text}; here it is Python {here.version}, rrl {own or '?'}")
+    return ok(text)
 
 
-def _packages(node_python: Python | Unavailable, login_python: Python | Unavailable) -> Check:
-    if isinstance(login_python, Unavailable) or isinstance(node_python, Unavailable):
-        return unknown("node.packages", login_python if isinstance(login_python, Unavailable) else node_python)  # type: ignore[arg-type]
-    there, here = node_python.packages, login_python.packages
-    names = sorted({*here, *there})
-    differ = [
-        f"{name} {there.get(name, 'absent')} (here {here.get(name, 'absent')})"
-        for name in names
-        if here.get(name) != there.get(name)
-    ]
-    return (
-        warn("node.packages", "; ".join(differ))
-        if differ
-        else ok("node.packages", f"the same {len(names)} packages as here")
-    )
+def _packages(here: Python, there: Python) -> Answer:
+    versions = {
+        name: (there.packages.get(name, "absent"), here.packages.get(name, "absent"))
+        for name in sorted({*here.packages, *there.packages})
+    }
+    differ = [f"{name} {one} (here {other})" for name, (one, other) in versions.items() if one != other]
+    return warn("; ".join(differ)) if differ else ok(f"the same {len(versions)} packages as here")
 
 
-def _torch(report: NodeReport) -> Check:
+def _torch(report: NodeReport) -> Answer:
     torch, python = report.torch, report.host.python
     if isinstance(torch, Unavailable):
-        if not isinstance(python, Unavailable) and "torch" not in python.packages:
-            return warn("node.torch", "not installed on the node")
-        slow = torch.cause is UnavailableCause.TIMEOUT
-        return (
-            warn("node.torch", f"importing torch: {torch.why}", _SLOW_IMPORT_FIX)
-            if slow
-            else unknown("node.torch", torch)
-        )
+        if isinstance(python, Python) and "torch" not in python.packages:
+            return warn("not installed on the node")
+        if torch.cause is UnavailableCause.TIMEOUT:
+            return warn(f"importing torch: {torch.why}", _SLOW_IMPORT_FIX)
+        return unknown(torch)
     text = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
-    if report.slurm_gpus and not torch.gpus and _has_driver(report):
-        return warn("node.torch", f"{text}; Slurm gave the job GPU {report.slurm_gpus}")
-    if torch.seconds > SLOW_IMPORT_S:
-        return warn("node.torch", text, _SLOW_IMPORT_FIX)
-    return ok("node.torch", text)
+    has_driver = isinstance(report.host.nvml, Nvml) and report.host.nvml.driver != ""
+    if report.slurm_gpus and not torch.gpus and has_driver:
+        return warn(f"{text}; Slurm gave the job GPU {report.slurm_gpus}")
+    return warn(text, _SLOW_IMPORT_FIX) if torch.seconds > SLOW_IMPORT_S else ok(text)
 
 
-def _has_driver(report: NodeReport) -> bool:
-    return isinstance(report.host.nvml, Nvml) and report.host.nvml.driver != ""
-
-
-def _address(node_network: Network | Unavailable, login_network: Network | Unavailable) -> Check:
-    name = "node.address"
-    if isinstance(node_network, Unavailable):
-        return unknown(name, node_network)
-    if node_network.trouble:
-        return fail(name, f"{node_network.host}: {node_network.trouble}")
-    text = f"{node_network.host} resolves to {node_network.resolves or 'nothing'} there"
-    text += f"; a role listens at {node_network.chosen} of {networks_text(node_network)}"
-    if len(candidate_networks(node_network)) > 1 and not node_network.requested:
-        both = (
-            []
-            if isinstance(login_network, Unavailable)
-            else [one for one in candidate_networks(node_network) if one in candidate_networks(login_network)]
-        )
+def _address(here: Host, there: Host, network: Network) -> Answer:
+    if network.trouble:
+        return fail(f"{network.host}: {network.trouble}")
+    text = f"{network.host} resolves to {network.resolves or 'nothing'} there"
+    text += f"; a role listens at {network.chosen} of {networks_text(network)}"
+    if len(candidate_networks(network)) > 1 and not network.requested:
+        both = list(common_networks(there, here))
         shared = f"; this machine is also on {', '.join(both)}" if both else ""
-        return warn(name, f"{text}{shared}", f'[transport] network = "{both[0]}"' if both else None)
-    return ok(name, text)
+        return warn(f"{text}{shared}", f'[transport] network = "{both[0]}"' if both else None)
+    return ok(text)
 
 
-def _reach(report: NodeReport) -> Check:
+def _reach(report: NodeReport) -> Answer:
     if not report.reached:
-        return unknown("node.reach", "rrl found no address of this machine for the node to connect to")
+        return unknown("rrl found no address of this machine for the node to connect to")
     reachable = [one.address.rpartition(":")[0] for one in report.reached if not one.trouble]
     refused = ", ".join(f"{one.address.rpartition(':')[0]}: {one.trouble}" for one in report.reached if one.trouble)
     if not reachable:
-        return warn("node.reach", refused)
-    return ok("node.reach", f"at {', '.join(reachable)}{f' (not at {refused})' if refused else ''}")
+        return warn(refused)
+    return ok(f"at {', '.join(reachable)}{f' (not at {refused})' if refused else ''}")
 
 
-def _clock(visit: Visit) -> Check:
-    if visit.skew is None:
-        return unknown("node.clock", "the node did not connect to this machine, so the clocks could not be compared")
-    text = f"{abs(visit.skew):.3f} s {'ahead' if visit.skew > 0 else 'behind'} (± {visit.bound:.3f} s)"
-    if visit.bound > MAX_CLOCK_SKEW_S:
-        return unknown("node.clock", f"{text}: the connection was too slow for a more exact value")
-    return warn("node.clock", text) if abs(visit.skew) - visit.bound > MAX_CLOCK_SKEW_S else ok("node.clock", text)
+def _clock(report: NodeReport) -> Answer:
+    best = min((one for one in report.reached if not one.trouble), key=lambda one: one.bound, default=None)
+    if best is None:
+        return unknown("the node did not connect to this machine, so the clocks could not be compared")
+    text = f"{abs(best.skew):.3f} s {'ahead' if best.skew > 0 else 'behind'} (± {best.bound:.3f} s)"
+    if best.bound > MAX_CLOCK_SKEW_S:
+        return unknown(f"{text}: the connection was too slow for a more exact value")
+    return warn(text) if abs(best.skew) - best.bound > MAX_CLOCK_SKEW_S else ok(text)
 
 
-def _sbatch(report: NodeReport) -> Check:
-    answer = report.sbatch
+def _sbatch(answer: CommandResult | Unavailable) -> Answer:
     if isinstance(answer, Unavailable):
         absent = answer.cause is UnavailableCause.NOT_FOUND
-        return warn("node.sbatch", "no sbatch on PATH there") if absent else unknown("node.sbatch", answer)
-    assert isinstance(answer, CommandResult)
-    text = answer.message[:200]
-    return ok("node.sbatch", "sbatch --test-only works there") if answer.code == 0 else warn("node.sbatch", text)
+        return warn("no sbatch on PATH there") if absent else unknown(answer)
+    return ok("sbatch --test-only works there") if answer.code == 0 else warn(answer.message[:200])
 
 
-def _gpus(report: NodeReport) -> Check:
+def _gpus(report: NodeReport) -> Answer:
     nvml, given = report.host.nvml, [one for one in report.slurm_gpus.split(",") if one]
     if isinstance(nvml, Unavailable):
-        return warn("node.gpus", nvml.why) if nvml.cause is UnavailableCause.NVML else unknown("node.gpus", nvml)
+        return warn(nvml.why) if nvml.cause is UnavailableCause.NVML else unknown(nvml)
     if not nvml.driver:
         text = "no NVIDIA driver there"
-        return (
-            warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
-            if given
-            else ok("node.gpus", f"{text}, and the job requested no GPU")
-        )
+        if given:
+            return warn(f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
+        return ok(f"{text}, and the job requested no GPU")
     text = f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU is visible'}"
     if given and not nvml.gpus:
-        return warn("node.gpus", f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
-    summary = f"{text}; Slurm gave {len(given)}" + (
-        ", so a job sees GPUs that it was not given" if given and len(nvml.gpus) > len(given) else ""
-    )
-    return ok("node.gpus", summary)
+        return warn(f"{text}, but Slurm gave the job GPU {report.slurm_gpus}")
+    unasked = ", so a job sees GPUs that it was not given" if given and len(nvml.gpus) > len(given) else ""
+    return ok(f"{text}; Slurm gave {len(given)}{unasked}")

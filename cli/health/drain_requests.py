@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ...cluster.base import Refused, Unanswered
 from ...core.types import OperationFailed
 from ...health.report.drain_requests import DrainRequest, confirmation, confirmed_reason, open_requests
 from ...health.report.model import DrainState
@@ -65,7 +66,7 @@ def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bo
     wanted = {one.node for one in open_requests(records)}
     try:
         drains, unknown = (node_drains.drain_states(wanted) if wanted else {}), ""
-    except node_drains.SlurmUnavailable as error:
+    except (Refused, Unanswered) as error:
         drains, unknown = {}, str(error)
     records, sources = without_implausible(records, sources, _now(), drains)
     warn(sources)
@@ -109,7 +110,7 @@ def _apply(requests: list[DrainRequest], drains: dict[str, DrainState], unknown:
             confirmed.append((one.node, confirmed_reason(one, finding)))
     try:
         outcomes += node_drains.drain(confirmed) if confirmed else []
-    except node_drains.SlurmUnavailable as error:
+    except (Refused, Unanswered) as error:
         raise OperationFailed(f"nothing was drained: {error}") from None
     if json:
         print_json([DrainResult(node, ok, outcome) for node, ok, outcome in outcomes])

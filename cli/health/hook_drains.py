@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection
-from datetime import datetime
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +17,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ...cluster.base import Refused, Unanswered
-from ...cluster.slurm import parsing as text
-from ...cluster.slurm.nodes import NOT_RESPONDING_SUFFIX, SlurmNodes
-from ...cluster.slurm.readers.command_reader import CommandReader
+from ...cluster.slurm.nodes import NOT_RESPONDING_SUFFIX
+from ...cluster.slurm.parsing import NodeInfo
 from ...config.health_rules import HookRules
-from ...core.drains import HOOK_PREFIX, DrainOwner, drain_owner
+from ...core.drains import HOOK_PREFIX, DrainOwner
 from ...core.types import NodeName, Verdict
 from ...health.check_memory import memory_path, read_memory, update_memory
 from ...health.node_check import EXIT_CODES
 from .check import site_rules, this_node
-from .node_drains import SlurmUnavailable, error_line, read, write
+from .node_drains import NODES, slurm_nodes
 
 DRAIN_SETTLE_S = 2.0
 """Time (s) to wait after a drain until slurmctld's clock has passed the second that is recorded for the drain."""
@@ -47,7 +45,7 @@ def drain_node(why: str, node: str | None, config: Path | None) -> int:
     _remember(named, "unknown")
     try:
         result = drain_by_hook(named, reason, rules)
-    except SlurmUnavailable as error:
+    except (Refused, Unanswered) as error:
         print(f"not drained: {error}", flush=True)
         return EXIT_CODES[Verdict.UNKNOWN]
     if result.held_back_reason:
@@ -69,7 +67,7 @@ def undrain_node(node: str | None) -> int:
         return 0
     try:
         undrained = undrain_by_hook(named)
-    except SlurmUnavailable as error:
+    except (Refused, Unanswered) as error:
         print(f"not undrained: {error}", flush=True)
         return EXIT_CODES[Verdict.UNKNOWN]
     _remember(named, "no")
@@ -106,34 +104,34 @@ def drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
     """Drain a node whose check failed, within the limit that all hooks of the cluster share (:func:`over_limit`).
 
     If a drain of this node by a hook exceeds the limit, undo that drain, whether this call or an earlier call made it.
-    A node that somebody else has drained stays as it is. Raises SlurmUnavailable if Slurm does not answer or refuses; a
-    drain beyond the limit may then remain until the next call.
+    A node that somebody else has drained stays as it is. Raises Unanswered or Refused if Slurm does not answer or
+    refuses; a drain beyond the limit may then remain until the next call.
     """
-    return asyncio.run(_drain_by_hook(node, why, rules))
+    return asyncio.run(_drain_by_hook(NodeName(node), why, rules))
 
 
-async def _drain_by_hook(node: str, why: str, rules: HookRules) -> HookDrainResult:
-    drains = await _hook_drains()
-    if node not in drains.owners:
-        raise SlurmUnavailable(f"{node} is not known to Slurm")
-    nodes = SlurmNodes(CommandReader(read, write), write)
-    try:
-        if drains.owners[node] is None:
-            now = HookDrain(time.time(), node)  # this node's clock may be wrong: the query below decides
-            if held_back_reason := over_limit(now, drains.by_hooks.values(), len(drains.owners), rules):
-                return HookDrainResult(held_back_reason)
-            await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
-            await asyncio.sleep(DRAIN_SETTLE_S)
-            drains = await _hook_drains()
-        own = drains.by_hooks.get(node)
-        if own is None or not (
-            held_back_reason := over_limit(own, drains.by_hooks.values(), len(drains.owners), rules)
-        ):
-            return HookDrainResult(owner=drains.owners.get(node))
-        await nodes.undrain(NodeName(node), drains.reasons[node])
-    except (Refused, Unanswered) as error:
-        raise SlurmUnavailable(str(error)) from None
+async def _drain_by_hook(node: NodeName, why: str, rules: HookRules) -> HookDrainResult:
+    known = await NODES.node_infos()
+    if node not in known:
+        raise Refused(f"{node} is not known to Slurm")
+    if known[node].drain_owner is None:
+        now = HookDrain(time.time(), node)  # this node's clock may be wrong: the query below decides
+        if held_back_reason := over_limit(now, _by_hooks(known).values(), len(known), rules):
+            return HookDrainResult(held_back_reason)
+        await slurm_nodes().drain(node, f"{HOOK_PREFIX} {why}")
+        await asyncio.sleep(DRAIN_SETTLE_S)
+        known = await NODES.node_infos()
+    drains = _by_hooks(known)
+    if node not in drains or not (held_back_reason := over_limit(drains[node], drains.values(), len(known), rules)):
+        return HookDrainResult(owner=known[node].drain_owner if node in known else None)
+    await slurm_nodes().undrain(node, known[node].reason.removesuffix(NOT_RESPONDING_SUFFIX))
     return HookDrainResult(held_back_reason)
+
+
+def _by_hooks(known: Mapping[NodeName, NodeInfo]) -> dict[NodeName, HookDrain]:
+    """Return the present drains by hooks. A drain without a time counts as old."""
+    by_hooks = {node: info for node, info in known.items() if info.drain_owner is DrainOwner.HOOK}
+    return {node: HookDrain(info.reason_at, node) for node, info in by_hooks.items()}
 
 
 def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules: HookRules) -> str:
@@ -168,53 +166,14 @@ def over_limit(own: HookDrain, drains: Collection[HookDrain], nodes: int, rules:
 def undrain_by_hook(node: str) -> bool:
     """Remove a drain of the node by a hook, and return whether there was such a drain.
 
-    Queries Slurm for this node only. Raises SlurmUnavailable if Slurm does not answer, refuses, or has no such node.
+    Queries Slurm for this node only. Raises Unanswered if Slurm does not answer, Refused if it has no such node.
     """
-    return asyncio.run(_undrain_by_hook(node))
+    return asyncio.run(_undrain_by_hook(NodeName(node)))
 
 
-async def _undrain_by_hook(node: str) -> bool:
-    ended = await read(("scontrol", "show", "node", "-o", node))
-    if ended.code:
-        raise SlurmUnavailable(f"scontrol: {error_line(ended)}")
-    try:
-        found = text.read_node_info(ended.out)
-    except text.Unreadable as error:
-        raise SlurmUnavailable(f"scontrol: {error}") from None
-    if not found.draining or drain_owner(found.reason) is not DrainOwner.HOOK:
+async def _undrain_by_hook(node: NodeName) -> bool:
+    found = await NODES.node(node)
+    if found.drain_owner is not DrainOwner.HOOK:
         return False
-    nodes = SlurmNodes(CommandReader(read, write), write)
-    try:
-        await nodes.undrain(NodeName(node), found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
-    except (Refused, Unanswered) as error:
-        raise SlurmUnavailable(str(error)) from None
+    await slurm_nodes().undrain(node, found.reason.removesuffix(NOT_RESPONDING_SUFFIX))
     return True
-
-
-class _HookDrains(Struct):
-    """What one query of Slurm shows about the drains of all nodes; the drains by hooks in more detail."""
-
-    owners: dict[str, DrainOwner | None] = {}
-    """Who drained each node of the cluster; None for a node that is not drained."""
-    by_hooks: dict[str, HookDrain] = {}
-    """The present drains by hooks, by node."""
-    reasons: dict[str, str] = {}
-    """The reasons of the drains in ``by_hooks``, by node."""
-
-
-async def _hook_drains() -> _HookDrains:
-    """Query Slurm once for the drains of all nodes. Raises SlurmUnavailable if this fails."""
-    ended = await read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
-    if ended.code:
-        raise SlurmUnavailable(f"sinfo: {error_line(ended)}")
-    found = _HookDrains()
-    for line in ended.out.splitlines():
-        node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
-        found.owners[node] = drain_owner(reason) if "drain" in state.lower() else None
-        if found.owners[node] is DrainOwner.HOOK:
-            drained_at = 0.0  # if Slurm reports no time, the drain counts as old
-            with contextlib.suppress(ValueError):
-                drained_at = datetime.fromisoformat(at).timestamp()
-            found.by_hooks[node] = HookDrain(drained_at, node)
-            found.reasons[node] = reason.strip().removesuffix(NOT_RESPONDING_SUFFIX)
-    return found

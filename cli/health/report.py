@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 
+from ...cluster.base import Refused, Unanswered
 from ...core.run_dir import HISTORY_ENV, write_atomically
 from ...core.types import OperationFailed, UsageError
 from ...health.history import rates
@@ -134,8 +135,8 @@ def report(since: str, nodes: str | None, format: str, history: Sequence[Path], 
 
 def _drains(nodes: list[str]) -> tuple[dict[str, DrainState], str]:
     try:
-        return (node_drains.drain_states(nodes) if nodes else {}), ""
-    except node_drains.SlurmUnavailable as error:
+        return (node_drains.drain_states(set(nodes)) if nodes else {}), ""
+    except (Refused, Unanswered) as error:
         return {}, str(error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,18 @@ import jinja2
 import msgspec
 from msgspec import Struct
 
+from ...cluster.slurm.requests import Partition
 from ...core.command_runner import CommandResult
 from ...core.run_dir import write_atomically
-from ...core.types import OperationFailed, UsageError, Verdict
+from ...core.types import OperationFailed, Resources, UsageError, Verdict
 from ...core.units import duration_text
 from ..common.output import print_warnings
 from ..doctor.command import gather_facts, judge
-from ..doctor.facts import Config, DoctorOptions, Facts, Node, Slurm, Visit
+from ..doctor.facts import DoctorOptions, Facts, Slurm, Visit
 from ..doctor.host_checks import candidate_networks
 from ..doctor.node_checks import common_networks
 from ..doctor.node_probe.host import Unavailable
-from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes, usable_nodes
+from ..doctor.slurm_checks import account_for, chosen_partition, gpu_shapes
 from ..views.formatting import size
 
 DEFAULT_WALLTIME_S = 3600.0
@@ -88,8 +89,7 @@ def job_toml(facts: Facts, out: Path) -> str:
     why = f"there is no Slurm here: {facts.no_slurm}" if slurm is None else _why_local(slurm, facts.wanted)
     place: dict[str, Any] = {"slurm": None, "why_local": why, "place": "this machine", "shape": _SEPARATE_SHAPES[0]}
     if slurm is not None and not why:
-        values = slurm.config.values if isinstance(slurm.config, Config) else {}
-        name = values.get("ClusterName", "")
+        name = slurm.settings.get("ClusterName", "")
         place = {
             "slurm": _slurm(slurm, facts),
             "shape": choose_shape(slurm, facts.wanted),
@@ -104,11 +104,11 @@ def choose_shape(slurm: Slurm, wanted: DoctorOptions) -> JobShape:
 
     If even the smallest job does not fit, return the smallest job with ``fits`` False.
     """
-    nodes = usable_nodes(slurm, wanted)
+    partition = chosen_partition(slurm, wanted)
     for one in (*_SEPARATE_SHAPES, *_SHARED_SHAPES):
         needs = (2 + one.rollouts if one.exclusive else 1) + one.spares
-        mem = int(one.mem.removesuffix("GiB")) * _GIB
-        if sum(node.cpus >= one.cpus and node.memory >= mem for node in nodes) >= needs:
+        node = Resources(one.cpus, mem=int(one.mem.removesuffix("GiB")) * _GIB)
+        if isinstance(partition, Partition) and partition.fitting(node, usable=True) >= needs:
             return one
     return msgspec.structs.replace(_SHARED_SHAPES[-1], fits=False)
 
@@ -128,9 +128,9 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
     """Return the template's values for a Slurm cluster; strings are already encoded as TOML."""
     partition, wanted = chosen_partition(slurm, facts.wanted), facts.wanted
     assert not isinstance(partition, Unavailable)
-    nodes, config = usable_nodes(slurm, wanted), slurm.config.values if isinstance(slurm.config, Config) else {}
-    walltime = min(DEFAULT_WALLTIME_S, partition.max_time or DEFAULT_WALLTIME_S)
-    allowed = "no limit" if partition.max_time is None else f'at most "{duration_text(partition.max_time)}"'
+    config, longest = slurm.settings, partition.max_walltime_s
+    walltime = min(DEFAULT_WALLTIME_S, longest)
+    allowed = "no limit" if longest == inf else f'at most "{duration_text(longest)}"'
     account, names = account_for(slurm, wanted), _accounts(slurm)
     manager = _manager(slurm)
     hold = config.get("InactiveLimit", "")
@@ -142,8 +142,8 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
         "partition": _value(partition.name),
         "partition_name": partition.name,
         "partition_why": "as you requested" if wanted.partition else "the default partition",
-        "node": _comment(_smallest(nodes, partition.name, choose_shape(slurm, wanted))),
-        "gpus": _comment(gpu_shapes(tuple(one for one in nodes if one.gpus)))[:60],
+        "node": _comment(_smallest(partition, choose_shape(slurm, wanted))),
+        "gpus": _comment(gpu_shapes(partition.usable))[:60],
         "account": _value(account) if account else "",
         "account_why": _comment(
             "as you requested"
@@ -162,12 +162,12 @@ def _slurm(slurm: Slurm, facts: Facts) -> dict[str, Any]:
     }
 
 
-def _smallest(nodes: Sequence[Node], partition: str, job_shape: JobShape) -> str:
+def _smallest(partition: Partition, job_shape: JobShape) -> str:
     """Return a text about the least cores and memory of the nodes that are up, and whether this job fits there."""
-    if not nodes:
-        return f"no node of {partition} is known to be up now"
-    text = f"the smallest node of {partition} has {min(one.cpus for one in nodes)} cores and"
-    text += f" {size(min(one.memory for one in nodes))}"
+    if not (nodes := [shape.node for shape in partition.usable]):
+        return f"no node of {partition.name} is known to be up now"
+    text = f"the smallest node of {partition.name} has {min(one.cpus for one in nodes)} cores and"
+    text += f" {size(min(one.mem for one in nodes))}"
     return text if job_shape.fits else f"{text}: TOO LITTLE for this job; choose another partition"
 
 

@@ -176,10 +176,21 @@ def update_refused(scontrol: CommandResult) -> bool:
 
 
 def rejects_job(sbatch: CommandResult) -> bool:
-    """Return whether slurmctld answered that the job of a failed ``sbatch --test-only`` cannot run."""
-    if unanswered(sbatch.err):
+    """Return whether slurmctld answered that the job of a failed ``sbatch --test-only`` cannot run.
+
+    Since nothing is submitted, an "Unspecified error" can only be the refusal of a site's submit filter.
+    """
+    if unanswered(sbatch.err.replace("Unspecified error", "")):
         return False
     return "allocation failure" in sbatch.err or isinstance(failure("sbatch", sbatch), Refused)
+
+
+async def output_of(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "") -> str:
+    """Run a command and return its stdout. Raises Refused or Unanswered if it fails."""
+    ended = await execute(argv, timeout_s, stdin_text)
+    if ended.code:
+        raise failure(argv[0], ended)
+    return ended.out
 
 
 async def execute(argv: tuple[str, ...], timeout_s: float, stdin_text: str = "") -> CommandResult:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from datetime import datetime
 from enum import StrEnum
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 from msgspec import Struct
 
+from ...core.drains import DrainOwner, drain_owner
 from ...core.types import NodeName
 from ...core.units import seconds
 from ..base import AllocationState, NodeState, NodeStatus
@@ -62,6 +64,7 @@ _STAMPED_REASON = re.compile(r" Reason=(.*) \[(\S+@\d{4}-\d\d-\d\dT[\d:]+)\]")
 brackets and words such as ``Key=``.
 """
 _REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
+_NODE_FIELDS = ("NodeName", "State", "Partitions", "Gres", "BootTime")
 UNKNOWN_NODE = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
 """Status of a node that Slurm does not know."""
 
@@ -149,18 +152,33 @@ class StepLine(Struct, frozen=True):
 
 
 class NodeInfo(Struct, frozen=True):
-    """Administrative state of a node: its state with flags, and the reason that a person or slurmctld recorded."""
+    """A node as Slurm's administrators see it: its state with flags, the recorded reason, and what the node offers."""
 
     state: str
     """State with its flags, as Slurm prints it."""
     reason: str
     reason_by: str
     """User who recorded the reason, and the time, as Slurm prints them."""
+    partitions: tuple[str, ...] = ()
+    gpus: int | None = None
+    """Number of GPUs; None if Slurm does not manage GPUs there, although the node may have some."""
+    booted: float = 0.0
+    """Time of its boot (s since 1970); 0 if unknown."""
 
     @property
     def draining(self) -> bool:
         """Return whether the node is draining or drained."""
         return DRAIN in marks(self.state)
+
+    @property
+    def drain_owner(self) -> DrainOwner | None:
+        """Return who drained the node; None if it is not drained."""
+        return drain_owner(self.reason) if self.draining else None
+
+    @property
+    def reason_at(self) -> float:
+        """Return when the reason was recorded (s since 1970, by slurmctld's clock); 0 if unknown."""
+        return _time(self.reason_by.rpartition("@")[2])
 
     @property
     def set_aside(self) -> bool:
@@ -273,18 +291,8 @@ def read_steps(text: str) -> list[StepLine]:
 
 def read_nodes(text: str) -> dict[NodeName, NodeStatus]:
     """Parse the output of ``scontrol show node -o``. A node that Slurm does not know is UNKNOWN."""
-    nodes = {}
-    for line in text.splitlines():
-        if missing := NODE_UNKNOWN.fullmatch(line):
-            nodes[NodeName(missing[1])] = UNKNOWN_NODE
-            continue
-        if not line.strip():
-            continue
-        name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
-        if name is None or state is None:
-            raise Unreadable(f"a line has no NodeName or no State: {line[:80]!r}")
-        nodes[NodeName(name[1])] = node_status(state[1], _reason(line)[0])
-    return nodes
+    unknown = {NodeName(name): UNKNOWN_NODE for name in NODE_UNKNOWN.findall(text)}
+    return unknown | {name: node_status(info.state, info.reason) for name, info in read_node_infos(text).items()}
 
 
 def node_status(state: str, reason: str) -> NodeStatus:
@@ -292,12 +300,41 @@ def node_status(state: str, reason: str) -> NodeStatus:
     return NodeStatus(node_state(state), f"{state}: {reason}" if reason else state, reason)
 
 
-def read_node_info(text: str) -> NodeInfo:
-    """Parse the output of ``scontrol show node -o`` for one node."""
-    state = re.search(r" State=(\S+)", text)
-    if state is None:
-        raise Unreadable(f"the output has no State of a node: {text.strip()[:80]!r}")
-    return NodeInfo(state[1], *_reason(text.strip()))
+def read_node_infos(text: str) -> dict[NodeName, NodeInfo]:
+    """Parse the output of ``scontrol show node -o``, without nodes that Slurm does not know."""
+    infos = {}
+    for line in text.splitlines():
+        if not line.strip() or NODE_UNKNOWN.fullmatch(line):
+            continue
+        values = {key: match[1] for key in _NODE_FIELDS if (match := re.search(rf"(?:^| ){key}=(\S+)", line))}
+        if "NodeName" not in values or "State" not in values:
+            raise Unreadable(f"a line has no NodeName or no State: {line[:80]!r}")
+        infos[NodeName(values["NodeName"])] = NodeInfo(
+            values["State"],
+            *_reason(line.strip()),
+            tuple(filter(None, values.get("Partitions", "").split(","))),
+            sum(gpus_by_type(values.get("Gres", "")).values()) or None,
+            _time(values.get("BootTime", "")),
+        )
+    return infos
+
+
+def gpus_by_type(gres: str) -> dict[str, int]:
+    """Return a node's GPUs as {type: count} from a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``."""
+    gpus: dict[str, int] = {}
+    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
+        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", resource):
+            kind = match[1] or ""
+            gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
+    return gpus
+
+
+def _time(text: str) -> float:
+    """Return a time such as ``2026-11-22T01:00:00``, in the time zone of this machine, in s since 1970; 0 if none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
 
 
 def _reason(line: str) -> tuple[str, str]:
@@ -306,11 +343,12 @@ def _reason(line: str) -> tuple[str, str]:
     return (match[1], match[2] or "") if match else ("", "")
 
 
-def inactive_limit(text: str) -> int:
-    """Return InactiveLimit (s) from ``scontrol show config``; 0 means that a job continues without a running salloc."""
-    if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
-        return int(match[1])
-    raise Unreadable("the output of scontrol show config has no InactiveLimit")
+def read_config(text: str) -> dict[str, str]:
+    """Parse ``scontrol show config`` into {name: value}, with its ``Cgroup Support Configuration`` if present."""
+    values = dict(re.findall(r"^(\w+(?:\[\d+\])?)\s*= ?(.*?)\s*$", text, re.MULTILINE))
+    if not re.match(r"\d", values.get("InactiveLimit", "")):
+        raise Unreadable(f"the output is no configuration of Slurm: {text.strip()[:80]!r}")
+    return {name: "" if value == "(null)" else value for name, value in values.items()}
 
 
 def _allocation_state(state_name: str) -> AllocationState:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -12,11 +11,11 @@ from ...core.units import seconds
 from ...slurm_templates.render import allocation_options, allocation_script
 from ..base import AllocationRequest
 from .node_states import takes_jobs
-from .parsing import Unreadable, records
+from .parsing import Unreadable, gpus_by_type, records
 
-SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s")
+SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s", "%a", "%M")
 """Fields for ``sinfo -e -h -o``: partition, number of nodes of one shape, CPUs, MiB, gres, state, time limit, nodes per
-job."""
+job, availability, preemption mode."""
 
 
 class Shape(Struct, frozen=True):
@@ -24,6 +23,8 @@ class Shape(Struct, frozen=True):
 
     count: int
     node: Resources
+    gpus: dict[str, int]
+    """Number of the node's GPUs by type; '' is the type of untyped GPUs."""
     usable: bool
     """True if Slurm starts jobs on the nodes, now or later, without a person's help."""
 
@@ -38,13 +39,18 @@ class Partition(Struct, frozen=True):
     """Longest time limit of a job, in seconds; inf if unlimited."""
     max_nodes: float
     """Maximum number of nodes of a job; inf if unlimited."""
+    up: bool
+    preempted: bool
+    """Whether its jobs may be preempted (PreemptMode other than OFF)."""
+
+    @property
+    def usable(self) -> tuple[Shape, ...]:
+        """Return the shapes on whose nodes Slurm starts jobs (:func:`.node_states.takes_jobs`)."""
+        return tuple(shape for shape in self.shapes if shape.usable)
 
     def fitting(self, node: Resources, usable: bool = False) -> int:
-        """Return the number of nodes that have at least the resources in ``node``.
-
-        With ``usable``, only nodes on which Slurm starts jobs count (:func:`.node_states.takes_jobs`).
-        """
-        return sum(shape.count for shape in self.shapes if _fits(shape.node, node) and (shape.usable or not usable))
+        """Return the number of nodes, or with ``usable`` of usable nodes, that have at least these resources."""
+        return sum(shape.count for shape in (self.usable if usable else self.shapes) if _fits(shape.node, node))
 
     def missing_resource(self, node: Resources) -> str:
         """Return the key in job.toml (``cpus``, ``gpus`` or ``mem``) of a resource that no node has enough of.
@@ -76,20 +82,14 @@ def read_partitions(text: str) -> list[Partition]:
             shapes = tuple(_shape(*line[:5]) for line in lines)
             max_nodes = lines[0][6].rpartition("-")[2]
             limit = float("inf") if max_nodes in ("infinite", "UNLIMITED") else float(max_nodes)
-            partitions.append(Partition(name.rstrip("*"), name.endswith("*"), shapes, seconds_of(lines[0][5]), limit))
+            *_, max_time, _, available, preemption = lines[0]
+            up, preempted = available == "up", preemption.upper() not in ("OFF", "N/A")
+            partitions.append(
+                Partition(name.rstrip("*"), name.endswith("*"), shapes, seconds_of(max_time), limit, up, preempted)
+            )
         except ValueError as error:
             raise Unreadable(f"partition {name}: {error}") from error
     return partitions
-
-
-def gpus_by_type(gres: str) -> dict[str, int]:
-    """Return a node's GPUs as {type: count} from a gres such as ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``."""
-    gpus: dict[str, int] = {}
-    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", resource):
-            kind = match[1] or ""
-            gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
-    return gpus
 
 
 def seconds_of(text: str) -> float:
@@ -97,7 +97,7 @@ def seconds_of(text: str) -> float:
     return float("inf") if text in ("infinite", "UNLIMITED", "n/a") else float(seconds(text))
 
 
-def eligible(partitions: list[Partition], options: Mapping[str, str]) -> list[Partition]:
+def eligible(partitions: Iterable[Partition], options: Mapping[str, str]) -> list[Partition]:
     """Return the partitions in which a job with these sbatch options may run."""
     names = [name for name in options.get("partition", "").split(",") if name]
     return [partition for partition in partitions if (partition.name in names if names else partition.default)]
@@ -116,8 +116,9 @@ def resources_text(node: Resources) -> str:
 
 
 def _shape(count: str, cpus: str, mem: str, gres: str, state: str) -> Shape:
-    node = Resources(int(cpus), sum(gpus_by_type(gres).values()), int(mem) * 2**20)
-    return Shape(int(count), node, takes_jobs(state))
+    gpus = gpus_by_type(gres)
+    node = Resources(int(cpus), sum(gpus.values()), int(mem) * 2**20)
+    return Shape(int(count), node, gpus, takes_jobs(state))
 
 
 def _fits(has: Resources, node: Resources) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...cluster.base import Refused, Unanswered
-from ...cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
+from ...cluster.slurm.commands import MANAGER, SlurmLimits, environment, output_of, unanswered
 from ...cluster.slurm.requests import batch_script
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RunSpec
@@ -126,15 +126,12 @@ def _outside_of_a_job() -> Iterator[None]:
 async def submit_pool(run: RunDir, spec: RunSpec) -> None:
     """Submit the pool whose script keeps the manager running. Raises RuntimeError, which quotes Slurm."""
     try:
-        ended = await execute(
-            ("sbatch", "--parsable"), _SLURM_LIMITS.write_timeout_s, pool_script(run.id, spec, str(run.path))
-        )
-        if ended.code:
-            raise failure("sbatch", ended)
+        script = pool_script(run.id, spec, str(run.path))
+        job = await output_of(("sbatch", "--parsable"), _SLURM_LIMITS.write_timeout_s, script)
     except (Refused, Unanswered) as error:
         raise RuntimeError(str(error)) from error
     with contextlib.suppress(OSError):  # the job is queued even if this file is missing
-        write_atomically(run.submit / f"{ended.out.strip().partition(';')[0]}_submitted", b"")  # as submitit does
+        write_atomically(run.submit / f"{job.strip().partition(';')[0]}_submitted", b"")  # as submitit does
 
 
 def pool_script(run_id: str, spec: RunSpec, run_dir: str) -> str:
@@ -189,10 +186,8 @@ async def is_queued(job: str, *options: str) -> bool:
     Raises:
         Refused, Unanswered: squeue failed.
     """
-    ended = await execute(("squeue", "--me", "-h", f"--name={job}", "-o", "%A", *options), _SLURM_LIMITS.read_timeout_s)
-    if ended.code:
-        raise failure("squeue", ended)
-    return bool(ended.out.split())
+    argv = ("squeue", "--me", "-h", f"--name={job}", "-o", "%A", *options)
+    return bool((await output_of(argv, _SLURM_LIMITS.read_timeout_s)).split())
 
 
 async def cancel_pending(run_id: str, spec: RunSpec) -> str:
@@ -202,12 +197,11 @@ async def cancel_pending(run_id: str, spec: RunSpec) -> str:
     once.
     """
     try:
-        ended = await execute(
-            ("scancel", "--state=PENDING", f"--name={job_name(run_id, spec)}"), _SLURM_LIMITS.write_timeout_s
-        )
+        argv = ("scancel", "--state=PENDING", f"--name={job_name(run_id, spec)}")
+        await output_of(argv, _SLURM_LIMITS.write_timeout_s)
     except (Refused, Unanswered) as error:
         return str(error)
-    return str(failure("scancel", ended)) if ended.code else ""
+    return ""
 
 
 async def none_pending(run_id: str, spec: RunSpec) -> bool:

@@ -15,18 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from ...cluster.base import AllocationRequest, Refused, Unanswered
-from ...cluster.slurm.commands import NoCluster, SlurmLimits, execute, failure, rejects_job
-from ...cluster.slurm.parsing import Unreadable, estimated_start, fields
+from ...cluster.slurm import site
+from ...cluster.slurm.commands import NoCluster
+from ...cluster.slurm.parsing import estimated_start
 from ...cluster.slurm.refusals import is_final
-from ...cluster.slurm.requests import (
-    SHAPES_FORMAT,
-    Partition,
-    batch_script,
-    eligible,
-    read_partitions,
-    required_resources,
-    resources_text,
-)
+from ...cluster.slurm.requests import Partition, batch_script, eligible, required_resources, resources_text
 from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
@@ -34,7 +27,6 @@ from ..planner.capacity.allocation_requests import initial_requests
 from . import manager_job
 
 _RUN_ID = "trial"
-_SLURM_LIMITS = SlurmLimits()
 _KEYS = (
     (r"unrecognized option '--([a-z-]+)", ""),
     (r"[Ii]nvalid --([a-z-]+) specification", ""),
@@ -95,7 +87,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     problems: list[Problem] = []
     starts: dict[str, str] = {}
     try:
-        partitions = await _partitions()
+        partitions = await site.partitions()
         # requests of one node group differ only by their tags
         for request in {one.node_group: one for one in initial_requests(_RUN_ID, spec)}.values():
             too_large = [
@@ -130,17 +122,7 @@ def _unreachable(error: Refused | Unanswered) -> Problem:
     return Problem((), f"cannot check the job with Slurm: {error}", certain=False)
 
 
-async def _partitions() -> list[Partition]:
-    ended = await execute(("sinfo", "-e", "-h", "-o", fields(*SHAPES_FORMAT)), _SLURM_LIMITS.read_timeout_s)
-    if ended.code:
-        raise failure("sinfo", ended)
-    try:
-        return read_partitions(ended.out)
-    except Unreadable as error:
-        raise Unanswered(f"sinfo: {error}") from error
-
-
-def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: list[Partition]) -> list[Problem]:
+def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions: Sequence[Partition]) -> list[Problem]:
     """Return the problems of a request that exceeds every partition, even when all nodes are up.
 
     The problems concern the number of nodes, their resources, or the walltime. Slurm would reject such a job, or leave
@@ -168,7 +150,7 @@ def _check_sizes(job: Job, spec: RunSpec, request: AllocationRequest, partitions
     return problems
 
 
-def _partition_fits(request: AllocationRequest, partitions: list[Partition]) -> bool:
+def _partition_fits(request: AllocationRequest, partitions: Sequence[Partition]) -> bool:
     """Return whether Slurm starts jobs on enough nodes for each component.
 
     If so, nodes that are down cannot be the reason for which Slurm rejects the request.
@@ -191,11 +173,9 @@ async def _test_only(
 
     ``nodes_suffice`` is True if enough nodes are up. In this case a rejection for their configuration is certain.
     """
-    ended = await execute(("sbatch", "--test-only", *options), _SLURM_LIMITS.write_timeout_s, text)
+    ended = await site.try_job(text, *options)
     if not ended.code:
         return [], estimated_start(ended.out + ended.err)
-    if not rejects_job(ended):
-        return [_unreachable(failure("sbatch", ended))], None
     message = "; ".join(dict.fromkeys(map(_without_prefixes, filter(_is_informative, ended.err.splitlines()))))
     name = next(
         (key or match[1] for pattern, key in _KEYS if (match := re.search(pattern, message, re.IGNORECASE))), ""
@@ -230,8 +210,7 @@ async def _accepts(request: AllocationRequest, without: str = "") -> bool:
             component, sbatch=sbatch | {"begin": _AFTER_RESERVATIONS}, further_components=further
         )
 
-    script = batch_script(changed(request))
-    return not (await execute(("sbatch", "--test-only"), _SLURM_LIMITS.write_timeout_s, script)).code
+    return not (await site.try_job(batch_script(changed(request)))).code
 
 
 def _subject(request: AllocationRequest) -> str:

@@ -17,13 +17,13 @@ from rrl.tests.support.roles import model_folders
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")
 PARTITIONS = "".join(
-    rf"\036{name}\03716\03796\0371031000\037gpu:8\037idle\037infinite\0371-infinite\n"
+    rf"\036{name}\03716\03796\0371031000\037gpu:8\037idle\037infinite\0371-infinite\037up\037OFF\n"
     for name in ("cpu", "train", "rollout")
 )
 SLURM = {
     "sinfo": f"printf '{PARTITIONS}'",
     "sbatch": "exit 0",
-    "scontrol": "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'",
+    "scontrol": "printf 'InactiveLimit = 0 sec\\nMaxStepCount = 40000\\n'",
     "sacctmgr": "exit 1",
 }
 """Scripts that replace Slurm's commands, and print what they print on the login node of the example's cluster."""

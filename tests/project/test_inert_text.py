@@ -55,7 +55,6 @@ INSTEAD = {
 """For each name of a text, what a decision must use instead of the text."""
 PARSERS = {
     "cli/main.py": "appends punctuation to a message of click",
-    "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
     "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
     "cluster/slurm/commands.py": "reads the errors that Slurm's commands print",

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ....cluster.base import Refused, Unanswered
 from ....config.import_paths import ENGINES
 from ....core.command_runner import run
 from ....transport.address import NETWORK_ENV, interfaces, own_address
@@ -54,8 +55,6 @@ _PACKAGES = (
 )
 _SIOCGIFNETMASK = 0x891B
 """The ioctl that reads an interface's netmask (netdevice(7))."""
-_NVML_ERROR_EXIT_CODE = 3
-"""Exit code of :func:`print_nvml` for an error of NVML; Python itself exits with 1 or 2."""
 _RDMA = "/sys/class/infiniband"
 """Folder that lists RDMA devices, RoCE cards included."""
 
@@ -68,8 +67,6 @@ class UnavailableCause(StrEnum):
     """A file or program does not exist."""
     NVML = "nvml"
     """The driver's library returned an error."""
-    NO_CLUSTER = "no_cluster"
-    """Slurm's commands are installed, but no cluster is configured."""
     OTHER = "other"
 
 
@@ -79,14 +76,6 @@ class Unavailable(Struct, frozen=True, tag=True):
     why: str
     """The reason, for people."""
     cause: UnavailableCause = UnavailableCause.OTHER
-
-
-class ReadError(OSError):
-    """An error of a reader with a known cause, which becomes :attr:`Unavailable.cause`."""
-
-    def __init__(self, text: str, cause: UnavailableCause) -> None:
-        super().__init__(text)
-        self.cause = cause
 
 
 class Interface(Struct, frozen=True):
@@ -166,7 +155,7 @@ class Ucx(Struct, frozen=True, tag=True):
 class Nvml(Struct, frozen=True, tag=True):
     """Version of the NVIDIA driver, and its GPUs.
 
-    Both are empty if there is no driver (no ``libnvidia-ml.so.1``).
+    Both are empty if there is no driver.
     """
 
     driver: str
@@ -220,6 +209,11 @@ class Host(Struct, frozen=True):
     nvml: Nvml | Unavailable
     dcgm: Dcgm | Unavailable
     scratch: Scratch | Unavailable
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Return the versions of the installed packages that rrl uses; empty if they could not be read."""
+        return {} if isinstance(self.python, Unavailable) else self.python.packages
 
 
 def read_host(within: float) -> Host:
@@ -376,49 +370,28 @@ def parse_ucx(text: str, source: str = "") -> Ucx:
     return Ucx((version[1] or version[2]) if version else "", transports, source)
 
 
-def _nvml(within: float) -> Nvml:
+def _nvml(within: float) -> Nvml | Unavailable:
     """Query NVML in a child process, because a hung GPU hangs every process that queries it."""
-    program = "from rrl.cli.doctor.node_probe.host import print_nvml; print_nvml()"
-    result = run([sys.executable, "-P", "-c", program], within)
-    if result.code == _NVML_ERROR_EXIT_CODE:
-        raise ReadError(result.message.rpartition(" / ")[2], UnavailableCause.NVML)
+    result = run([sys.executable, "-P", "-c", f"from {__name__} import print_nvml; print_nvml()"], within)
     if result.code:
-        message = result.message.rpartition(" / ")[2]
-        raise OSError(message or f"the NVML reader ended with exit code {result.code} and no message")
-    return msgspec.json.decode(result.out, type=Nvml)
+        raise OSError(result.message.rpartition(" / ")[2] or f"the reader of NVML ended with {result.code}")
+    return msgspec.json.decode(result.out, type=Nvml | Unavailable)
 
 
 def print_nvml() -> None:
-    """Query the driver's NVML library and print the result as JSON for :func:`_nvml`.
+    """Read NVML and print the result as JSON for :func:`_nvml`."""
+    from ....health.readers.base import NotInstalled, PermissionDenied, ReaderOptions
+    from ....health.readers.nvml.reader import NvmlReader
 
-    The function uses the library directly and needs no Python package. If the library returns an error, the function
-    prints a message on stderr and exits with code :data:`_NVML_ERROR_EXIT_CODE`.
-    """
-    import ctypes
-
+    found: Nvml | Unavailable
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        sys.stdout.write(msgspec.json.encode(Nvml("", ())).decode())
-        return
-    library.nvmlErrorString.restype = ctypes.c_char_p
-
-    def exit_on_error(code: int) -> None:
-        if code:
-            sys.stderr.write(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}\n")
-            sys.exit(_NVML_ERROR_EXIT_CODE)
-
-    text, count, gpus = ctypes.create_string_buffer(96), ctypes.c_uint(), []
-    exit_on_error(library.nvmlInit_v2())
-    exit_on_error(library.nvmlSystemGetDriverVersion(text, 96))
-    driver = text.value.decode()
-    exit_on_error(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
-    for index in range(count.value):
-        device = ctypes.c_void_p()
-        exit_on_error(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
-        exit_on_error(library.nvmlDeviceGetName(device, text, 96))
-        gpus.append(text.value.decode())
-    sys.stdout.write(msgspec.json.encode(Nvml(driver, tuple(gpus))).decode())
+        data = NvmlReader(ReaderOptions()).read()
+        found = Nvml(data.driver, tuple(gpu.name for gpu in data.gpus))
+    except NotInstalled:
+        found = Nvml("", ())
+    except (PermissionDenied, RuntimeError) as error:
+        found = Unavailable(str(error), UnavailableCause.NVML)
+    print(msgspec.json.encode(found).decode())
 
 
 def read_torch(within: float) -> Torch:
@@ -438,8 +411,6 @@ def read_torch(within: float) -> Torch:
 
 
 def _cause(error: Exception) -> UnavailableCause:
-    if isinstance(error, ReadError):
-        return error.cause
     if isinstance(error, TimeoutError):
         return UnavailableCause.TIMEOUT
     return UnavailableCause.NOT_FOUND if isinstance(error, FileNotFoundError) else UnavailableCause.OTHER
@@ -449,4 +420,4 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, OSError | Refused | Unanswered) and text else f"{type(error).__name__}: {text}"

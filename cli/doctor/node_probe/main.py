@@ -5,9 +5,8 @@ file in FOLDER for this probe. It reads the machine, and connects to the login n
 writes its report into FOLDER and also sends it over the first connection that succeeded, so that a report arrives even
 if FOLDER is not shared. It ends after :data:`PROBE_TIMEOUT_S` at the latest.
 
-The protocol on a connection is one JSON document per line. The node sends ``{"nonce", "at"}``, and the login node
-answers with the proof that it knows the nonce. On the first successful connection, the login node then requests the
-node's time repeatedly with an empty line, to which the node answers ``{"clock"}``. The node's last line is its report.
+The protocol on a connection is one JSON document per line: the node's :class:`Hello`, the :class:`Welcome` of the
+login node, and on the first successful connection the report.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 import rrl
 
+from ....cluster.slurm.commands import environment
 from ....core.command_runner import CommandResult, run
 from ....core.run_dir import write_atomically
 from ....core.text import exit_invalid_config
@@ -40,26 +39,42 @@ PROBE_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 7.0
 """Timeout (s) of the readers. Results that are missing after this time are reported as unavailable."""
 _MAX_LINE_BYTES = 200
-"""Maximum length in bytes of a line that is accepted from the login node."""
+"""Maximum length in bytes of the Welcome."""
 _CONNECT_TIMEOUT_S = 2.0
 """Timeout (s) of a connection to the login node. It is needed, because a firewall that drops packets never answers."""
+_FOREIGN = "another program answered: it does not know the probe's nonce"
 NONCE_ENV = "RRL_PROBE_NONCE"
 """Environment variable with the nonce that the login node made for this probe."""
 NONCE_FILE = "nonce"
 """Name of the file in FOLDER into which the login node writes the nonce."""
 REPORT = "report.json"
 """Name of the report in FOLDER."""
-_PASSED_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SLURM_CONF", "LD_LIBRARY_PATH")
-"""The only variables of the job's environment that are passed to sbatch. The variables that Slurm has set for the
-present job are not passed, because sbatch would take them as its options."""
+
+
+class Hello(Struct, frozen=True):
+    """The first line of the node."""
+
+    nonce: str
+
+
+class Welcome(Struct, frozen=True):
+    """The answer of the login node."""
+
+    proof: str
+    """:func:`nonce_proof` of the nonce."""
+    clock: float
+    """The login node's time."""
 
 
 class Reached(Struct, frozen=True):
     """The result of connecting to one address of the login node."""
 
     address: str
-    trouble: str
+    trouble: str = ""
     """Why the connection failed; empty if it succeeded."""
+    skew: float = 0.0
+    """Seconds by which this node's clock is ahead of the login node's, with an error of at most ``bound`` (s)."""
+    bound: float = 0.0
 
 
 class NodeReport(Struct, frozen=True):
@@ -100,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         },
         _READ_TIMEOUT_S,
     )
-    connections: dict[str, socket.socket | Unavailable] = {address: results[f"to {address}"] for address in argv[1:]}
+    reached = {address: results[f"to {address}"] for address in argv[1:]}
     folder_problem, host = results["folder"], results["host"]
     if isinstance(host, Unavailable):
         host = Host(**dict.fromkeys(Host.__struct_fields__, host))
@@ -112,28 +127,34 @@ def main(argv: Sequence[str]) -> int:
         torch=results["torch"],
         sbatch=results["sbatch"],
         reached=tuple(
-            Reached(address, connection.why if isinstance(connection, Unavailable) else "")
-            for address, connection in connections.items()
+            Reached(address, one.why) if isinstance(one, Unavailable) else one[1] for address, one in reached.items()
         ),
         slurm_gpus=os.environ.get("SLURM_JOB_GPUS", ""),
     )
-    reached = [connection for connection in connections.values() if not isinstance(connection, Unavailable)]
-    return _deliver(report, folder, reached)
+    return _deliver(report, folder, [one[0] for one in reached.values() if not isinstance(one, Unavailable)])
 
 
-def connect_login_node(address: str, nonce: str) -> socket.socket:
-    """Connect to the login node and verify that it knows the nonce. Raises OSError if either fails."""
+def connect_login_node(address: str, nonce: str) -> tuple[socket.socket, Reached]:
+    """Connect to the login node, verify that it knows the nonce, and compare the clocks. Raises OSError if it fails."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
     try:
-        _send_line(connection, {"nonce": nonce, "at": address})
-        answer = _receive_line(connection)
-        if not hmac.compare_digest(answer.strip().decode(errors="replace"), nonce_proof(nonce)):
-            raise OSError("another program answered: it does not know the probe's nonce")
-    except BaseException:
+        clock, sent = time.time(), time.monotonic()
+        connection.sendall(msgspec.json.encode(Hello(nonce)) + b"\n")
+        with connection.makefile("rb") as lines:
+            line = lines.readline(_MAX_LINE_BYTES)
+        bound = (time.monotonic() - sent) / 2
+        if not line:
+            raise OSError("the login node closed the connection")
+        welcome = msgspec.json.decode(line, type=Welcome)
+        if not hmac.compare_digest(welcome.proof.encode(), nonce_proof(nonce).encode()):
+            raise OSError(_FOREIGN)
+    except BaseException as error:
         connection.close()
+        if isinstance(error, msgspec.MsgspecError):
+            raise OSError(_FOREIGN) from None
         raise
-    return connection
+    return connection, Reached(address, skew=clock + bound - welcome.clock, bound=bound)
 
 
 def _check_nonce_file(folder: Path, nonce: str) -> str:
@@ -148,10 +169,9 @@ def _check_nonce_file(folder: Path, nonce: str) -> str:
 
 
 def _sbatch() -> CommandResult:
-    env = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ} | {"LC_ALL": "C"}
     options = [f"--{key}={value}" for key in ("partition", "account", "qos") if (value := _option(key))]
     argv = ["sbatch", "--test-only", "--nodes=1", "--ntasks=1", "--time=1", *options]
-    return run(argv, _READ_TIMEOUT_S - 0.5, env=env, stdin_text="#!/bin/sh\ntrue\n")
+    return run(argv, _READ_TIMEOUT_S - 0.5, env=environment(os.environ), stdin_text="#!/bin/sh\ntrue\n")
 
 
 def _option(key: str) -> str:
@@ -175,30 +195,13 @@ def _deliver(report: NodeReport, folder: Path, connections: Sequence[socket.sock
         except OSError as error:
             report = msgspec.structs.replace(report, folder=f"can be read but not written: {error.strerror}")
             data = msgspec.json.encode(report)
-    for unused in connections[1:]:
-        unused.close()
     for connection in connections[:1]:
         with contextlib.suppress(OSError):
-            while _receive_line(connection) == b"\n":
-                _send_line(connection, {"clock": time.time()})
             connection.sendall(data + b"\n")
             delivered = True
+    for connection in connections:
+        connection.close()
     return 0 if delivered else 1
-
-
-def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(msgspec.json.encode(message) + b"\n")
-
-
-def _receive_line(connection: socket.socket) -> bytes:
-    """Receive one line, with its newline. Raises OSError if the connection is closed or the line is too long."""
-    received = b""
-    while not received.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(received) > _MAX_LINE_BYTES:
-            raise OSError("the login node closed the connection")
-        received += byte
-    return received
 
 
 if __name__ == "__main__":

@@ -60,13 +60,20 @@ class CommandReader:
         ended = await self._read(("scontrol", "show", "node", "-o", name))
         if lacks_node(ended):
             raise Refused(f"{name} is not known to Slurm")
-        return _parsed("scontrol", text.read_node_info, ended)
+        infos = _parsed("scontrol", text.read_node_infos, ended)
+        if name not in infos:
+            raise failure("scontrol", ended)
+        return infos[name]
+
+    async def node_infos(self) -> dict[NodeName, text.NodeInfo]:
+        """Return all nodes of the cluster, with those of hidden partitions."""
+        return _parsed("scontrol", text.read_node_infos, await self._output(("scontrol", "-a", "show", "node", "-o")))
 
     async def config(self) -> SlurmConfig:
         """Return the settings of slurmctld."""
         ended = await self._output(("scontrol", "show", "config"))
-        version = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", ended.out, re.MULTILINE)
-        return SlurmConfig(version[1] if version else "", _parsed("scontrol", text.inactive_limit, ended))
+        values = _parsed("scontrol", text.read_config, ended)
+        return SlurmConfig(values.get("SLURM_VERSION", ""), int(values["InactiveLimit"].split()[0]))
 
     async def drain(self, name: NodeName, reason: str) -> None:
         """Drain a node."""

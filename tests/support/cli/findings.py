@@ -7,22 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rrl.cli.doctor.facts import (
-    Accounts,
-    CgroupConf,
-    Config,
-    DoctorOptions,
-    Facts,
-    Node,
-    Nodes,
-    Partition,
-    Partitions,
-    Reader,
-    Slurm,
-    Storage,
-    Trials,
-    Visit,
-)
+from rrl.cli.doctor.facts import Config, DoctorOptions, Facts, Reader, Slurm, Storage, Trials, Visit
 from rrl.cli.doctor.node_probe.host import (
     Dcgm,
     Host,
@@ -37,10 +22,11 @@ from rrl.cli.doctor.node_probe.host import (
     Ucx,
 )
 from rrl.cli.doctor.node_probe.main import NodeReport, Reached
-from rrl.cli.doctor.slurm_output import read_config
-from rrl.cluster.base import NodeState
-from rrl.cluster.slurm.limits import JobLimits
+from rrl.cluster.slurm.parsing import read_config
+from rrl.cluster.slurm.requests import Partition, Shape
+from rrl.cluster.slurm.site import Accounts, JobLimits
 from rrl.core.command_runner import CommandResult
+from rrl.core.types import Resources
 
 GIB = 2**30
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"
@@ -91,39 +77,51 @@ def config(**values: str) -> Config:
         "KillWait": "30 sec",
         "ClusterName": "big",
     }
-    return Config(read_config((RECORDED / "config-22.05.txt").read_text()) | usual | values, 0.02)
+    return Config(read_config((RECORDED / "config-22.05.txt").read_text()) | usual | values, seconds=0.02)
 
 
-def node(name: str, **other: Any) -> Node:
-    good = Node(name, ("gpu",), NodeState.UP, cpus=64, memory=500 * GIB, gpus={"h100": 8})
+def shape(count: int, *, cpus: int = 64, mem: int = 500 * GIB, usable: bool = True, **gpus: int) -> Shape:
+    """Return nodes of one kind, with 8 H100 unless other GPUs are given."""
+    gpus = gpus or {"h100": 8}
+    return Shape(count, Resources(cpus, sum(gpus.values()), mem), gpus, usable)
+
+
+def partition(*shapes: Shape, **other: Any) -> Partition:
+    """Return the default partition."""
+    good = Partition("gpu", True, shapes, 7 * 86400.0, float("inf"), up=True, preempted=False)
     return msgspec.structs.replace(good, **other)
+
+
+def accounts(admin: str, default: str, *names: str) -> Accounts:
+    return Accounts(admin, default, tuple({"account": name} for name in names))
 
 
 def slurm(**other: Any) -> Slurm:
     good = Slurm(
         config=config(),
-        partitions=Partitions(
-            (Partition("gpu", True, True, 7 * 86400.0, False), Partition("cpu", False, True, None, False))
+        partitions=(
+            partition(shape(6)),
+            partition(
+                Shape(1, Resources(64, 0, 500 * GIB), {}, True), name="cpu", default=False, max_walltime_s=float("inf")
+            ),
         ),
-        nodes=Nodes((*(node(f"n{i}") for i in range(1, 7)), node("c1", partitions=("cpu",), gpus={}))),
-        accounts=Accounts("Administrator", "astro", ("astro",)),
+        accounts=accounts("Administrator", "astro", "astro"),
         limits=JobLimits((), "", 40000),
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
-        cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
+        cgroups=Config({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
         reader=Reader("the commands: pyslurm is not installed", False),
     )
     return msgspec.structs.replace(good, **other)
 
 
 def report(**other: Any) -> NodeReport:
-    good = NodeReport(
-        "n1", "", "/home/u/rrl", host("n1"), Torch("2.13.0", 1, 2.5), TAKEN, (Reached("10.1.0.5:4000", ""),), ""
-    )
+    reached = (Reached("10.1.0.5:4000", skew=0.003, bound=0.001),)
+    good = NodeReport("n1", "", "/home/u/rrl", host("n1"), Torch("2.13.0", 1, 2.5), TAKEN, reached, "")
     return msgspec.structs.replace(good, **other)
 
 
 def visit(**other: Any) -> Visit:
-    return Visit(report(**other), 0.2, 0.003, 0.001)
+    return Visit(report(**other), 0.2)
 
 
 def storage(**other: Any) -> Storage:

@@ -23,7 +23,7 @@ from rrl.cluster.base import (
 )
 from rrl.cluster.local import LocalCluster
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import ExitReason, Launch, ExitRecord
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import read_process
 from rrl.core.types import NodeName, Resources
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually

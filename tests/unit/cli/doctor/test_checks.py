@@ -15,7 +15,7 @@ import typer.main
 from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 from rrl.cli.doctor.command import doctor_view, judge, tally
-from rrl.cli.doctor.facts import Accounts, Check, DoctorOptions, Facts, Partition, Partitions, Reader, Slurm, Trials
+from rrl.cli.doctor.facts import Check, DoctorOptions, Facts, Reader, Slurm, Trials
 from rrl.cli.doctor.node_probe.host import (
     Dcgm,
     Host,
@@ -30,8 +30,7 @@ from rrl.cli.doctor.node_probe.host import (
     UnavailableCause,
 )
 from rrl.cli.doctor.node_probe.main import Reached
-from rrl.cluster.base import NodeState
-from rrl.cluster.slurm.limits import JobLimits, Limit
+from rrl.cluster.slurm.site import JobLimits, Limit
 from rrl.config.job.load import table_at
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import Verdict
@@ -265,7 +264,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         WARN,
         "no node of gpu is up",
         slurm(
-            nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
+            partitions=(findings.partition(findings.shape(6, usable=False)),),
             trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED}),
         ),
     ),
@@ -311,35 +310,17 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         "slurm.gpus",
         OK,
         "(1 usable now)",
-        slurm(
-            nodes=msgspec.structs.replace(
-                findings.slurm().nodes, nodes=(findings.node("n1"), findings.node("n2", state=NodeState.DOWN))
-            )
-        ),
+        slurm(partitions=(findings.partition(findings.shape(1), findings.shape(1, usable=False)),)),
     ),
     (
         "slurm.gpus",
         WARN,
         "any type of gpu",
-        slurm(
-            nodes=msgspec.structs.replace(
-                findings.slurm().nodes, nodes=(findings.node("n1"), findings.node("n2", gpus={"a100": 4}))
-            )
-        ),
+        slurm(partitions=(findings.partition(findings.shape(1), findings.shape(1, a100=4)),)),
     ),
-    ("slurm.gpus", OK, "no partition", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()))),
-    (
-        "slurm.walltime",
-        WARN,
-        '"2h"' if False else "2h",
-        slurm(partitions=Partitions((Partition("gpu", True, True, 7200.0, False),))),
-    ),
-    (
-        "slurm.walltime",
-        UNKNOWN,
-        "--partition",
-        slurm(partitions=Partitions((Partition("gpu", False, True, 7200.0, False),))),
-    ),
+    ("slurm.gpus", OK, "no partition", slurm(partitions=(findings.partition(),))),
+    ("slurm.walltime", WARN, "2h", slurm(partitions=(findings.partition(max_walltime_s=7200.0),))),
+    ("slurm.walltime", UNKNOWN, "--partition", slurm(partitions=(findings.partition(default=False),))),
     (
         "slurm.walltime",
         UNKNOWN,
@@ -358,19 +339,19 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         "may be preempted",
         slurm(
             config=findings.config(PreemptType="preempt/partition_prio"),
-            partitions=Partitions((Partition("gpu", True, True, None, True),)),
+            partitions=(findings.partition(preempted=True),),
         ),
     ),
     ("slurm.preemption", OK, "PreemptMode is OFF", config(PreemptType="preempt/partition_prio")),
     ("slurm.accounting", OK, "stores no accounting", config(AccountingStorageType="accounting_storage/none")),
     ("slurm.account", OK, "there is no accounting", config(AccountingStorageType="accounting_storage/none")),
-    ("slurm.account", OK, "use astro", slurm(accounts=Accounts("None", "astro", ("astro", "bio")))),
-    ("slurm.account", FAIL, "has no account for you", slurm(accounts=Accounts("", "", ()))),
+    ("slurm.account", OK, "use astro", slurm(accounts=findings.accounts("None", "astro", "astro", "bio"))),
+    ("slurm.account", FAIL, "has no account for you", slurm(accounts=findings.accounts("", ""))),
     (
         "slurm.account",
         WARN,
         "accepts jobs without an account",
-        slurm(accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce="")),
+        slurm(accounts=findings.accounts("", ""), config=findings.config(AccountingStorageEnforce="")),
     ),
     (
         "slurm.account",
@@ -386,7 +367,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         slurm(limits=JobLimits((Limit(1, True, True, "MaxJobs of account astro"),))),
     ),
     ("slurm.limits", OK, "(shared)", slurm(limits=JobLimits((Limit(50, True, False, "GrpJobs of QOS q"),)))),
-    ("slurm.drain", WARN, "admin level None", slurm(accounts=Accounts("None", "astro", ("astro",)))),
+    ("slurm.drain", WARN, "admin level None", slurm(accounts=findings.accounts("None", "astro", "astro"))),
     (
         "slurm.drain",
         WARN,
@@ -453,13 +434,13 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
         "node.reach",
         OK,
         "not at 10.2.0.5: timed out",
-        node(reached=(Reached("10.1.0.5:4000", ""), Reached("10.2.0.5:4000", "timed out"))),
+        node(reached=(Reached("10.1.0.5:4000"), Reached("10.2.0.5:4000", "timed out"))),
     ),
     ("node.reach", UNKNOWN, "no address", node(reached=())),
-    ("node.clock", WARN, "5.000 s ahead", visited(skew=5.0)),
-    ("node.clock", WARN, "5.000 s behind", visited(skew=-5.0)),
-    ("node.clock", UNKNOWN, "did not connect", visited(skew=None)),
-    ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
+    ("node.clock", WARN, "5.000 s ahead", node(reached=(Reached("10.1.0.5:4000", skew=5.0),))),
+    ("node.clock", WARN, "5.000 s behind", node(reached=(Reached("10.1.0.5:4000", skew=-5.0),))),
+    ("node.clock", UNKNOWN, "did not connect", node(reached=(Reached("10.1.0.5:4000", "timed out"),))),
+    ("node.clock", UNKNOWN, "too slow", node(reached=(Reached("10.1.0.5:4000", skew=5.0, bound=4.0),))),
     ("node.sbatch", WARN, "Access denied", node(sbatch=CommandResult(1, "", "sbatch: error: Access denied"))),
     (
         "node.sbatch",

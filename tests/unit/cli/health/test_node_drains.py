@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from rrl.cli import main
-from rrl.cli.health import hook_drains, node_drains
+from rrl.cli.health import hook_drains
 from rrl.cli.health.check_outputs import write_prometheus
+from rrl.cluster.slurm.readers import command_reader
 from rrl.core.command_runner import CommandResult
 from rrl.core.types import NodeName, Verdict
 from rrl.health.check_memory import FOLDER_ENV
 
 
 class Cluster:
-    """Nodes n0, n1 and so on, each with the state and reason that sinfo and scontrol show."""
+    """Nodes n0, n1 and so on, each with the state and reason that scontrol shows."""
 
     def __init__(self, count: int) -> None:
         self.nodes = {f"n{index}": ("idle", 0.0, "none") for index in range(count)}
@@ -33,22 +34,20 @@ class Cluster:
     def drained(self) -> list[str]:
         return [node for node, (state, _, _) in self.nodes.items() if state == "drained"]
 
+    def _line(self, node: str) -> str:
+        state, at, reason = self.nodes[node]
+        if state != "drained":
+            return f"NodeName={node} State=IDLE"
+        stamp = datetime.fromtimestamp(at).isoformat(timespec="seconds")
+        return f"NodeName={node} State=IDLE+DRAIN Reason={reason} [root@{stamp}]"
+
     async def command(self, argv: tuple[str, ...], timeout_s: float) -> CommandResult:
         self.asked += 1
         if not self.answers:
             return CommandResult(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
-        if argv[0] == "sinfo":
-            lines = (
-                f"{node}|{state}|{datetime.fromtimestamp(at).isoformat(timespec='seconds')}|{reason}"
-                for node, (state, at, reason) in self.nodes.items()
-            )
-            return CommandResult(0, "\n".join(lines), "")
-        if argv[1] == "show":
-            state, _, reason = self.nodes[argv[-1]]
-            shown = f"NodeName={argv[-1]} State={'IDLE+DRAIN' if state == 'drained' else 'IDLE'}"
-            return CommandResult(
-                0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, ""
-            )
+        if "show" in argv:
+            shown = [argv[-1]] if argv[-1] in self.nodes else list(self.nodes)
+            return CommandResult(0, "\n".join(map(self._line, shown)), "")
         changes = dict(word.split("=", 1) for word in argv[2:])
         node = changes["NodeName"]
         for other in self.at_same_time:
@@ -64,7 +63,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     monkeypatch.setenv(FOLDER_ENV, str(tmp_path / "state"))
     monkeypatch.setenv("SLURMD_NODENAME", "n0")
     made = Cluster(10)
-    monkeypatch.setattr(node_drains, "execute", made.command)
+    monkeypatch.setattr(command_reader, "execute", made.command)
     monkeypatch.setattr(hook_drains, "DRAIN_SETTLE_S", 0.0)
     return made
 
@@ -161,6 +160,6 @@ def test_node_that_was_not_drained_queries_slurm_once_until_it_is_drained(
 def test_no_node_is_drained_if_slurm_does_not_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answers = False
     assert drain() == 3
-    assert "not drained: sinfo: slurm_load_partitions: Unable to contact" in capsys.readouterr().out
+    assert "not drained: scontrol: slurm_load_partitions: Unable to contact" in capsys.readouterr().out
     cluster.answers = True
     assert drain("n77") == 3

@@ -21,9 +21,9 @@ from rrl.tests.support.roles import model_folders
 from rrl.transport.weights.base import PACKAGES
 from rrl.transport.weights.select import Capabilities
 
-SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
-CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
-NONE_ENFORCED = "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'"
+SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\037up\037OFF\n'"
+CONFIG = "printf 'InactiveLimit = 0 sec\\nMaxStepCount = 40000\\nAccountingStorageEnforce = associations,limits,qos\\n'"
+NONE_ENFORCED = CONFIG.replace("associations,limits,qos", "none")
 
 
 class Site:
@@ -230,7 +230,7 @@ def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFi
                 "sinfo": SINFO,
                 "sbatch": "exit 0",
                 "scontrol": CONFIG,
-                "sacctmgr": 'case "$*" in *"show assoc"*) echo "astro||1||||";; *"show user"*) echo astro;; esac',
+                "sacctmgr": 'case "$*" in *assoc*) echo "astro||1||||";; *"show user"*) echo "None|astro";; esac',
             },
             "",
             "the run needs 2 jobs to start, and MaxJobs of account astro is 1",
@@ -249,7 +249,7 @@ def test_job_that_can_never_start_is_one_line_and_exit_code_2(
 
 def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     sacctmgr = (
-        'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo astro;;'
+        'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo "None|astro";;'
         ' *"show qos"*) echo "normal|5|||";; esac'
     )
     assert site.slurm(scontrol=CONFIG, sacctmgr=sacctmgr).run("check") == 0

@@ -9,10 +9,10 @@ import jsonschema
 import msgspec
 import pytest
 
-from rrl.cli.doctor.facts import Accounts, DoctorOptions, Facts, Nodes, Partition, Partitions, Trials
+from rrl.cli.doctor.facts import DoctorOptions, Facts, Trials
 from rrl.cli.doctor.node_probe.host import Network, Unavailable
 from rrl.cli.job.init import choose_shape, job_toml
-from rrl.cluster.base import NodeState
+from rrl.cluster.slurm.requests import Shape
 from rrl.config.job.json_schema import json_schema
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
@@ -34,17 +34,13 @@ def slurm(**other: object) -> Facts:
     return findings.facts(slurm=findings.slurm(**other))
 
 
-def nodes(*, count: int, cpus: int = 64, memory: int = 500 * GIB) -> Nodes:
-    return Nodes(tuple(findings.node(f"n{i}", cpus=cpus, memory=memory) for i in range(count)))
-
-
 PLACES: dict[str, Facts] = {
     "local": findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH"),
     "slurm": findings.facts(),
     "nobody_consented": findings.facts(node=Unavailable("nobody consented")),
     "two_networks": findings.facts(host=findings.host(network=TWO_NETWORKS), node=Unavailable("nobody consented")),
     "one_shared": findings.facts(host=findings.host(network=TWO_NETWORKS)),
-    "many_accounts": slurm(accounts=Accounts("None", "astro", ("astro", "bio"))),
+    "many_accounts": slurm(accounts=findings.accounts("None", "astro", "astro", "bio")),
     "no_accounts": slurm(accounts=Unavailable("no slurmdbd")),
     "no_manager": slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED})),
     "other_manager": slurm(
@@ -52,20 +48,15 @@ PLACES: dict[str, Facts] = {
     ),
     "preempted": slurm(
         config=findings.config(PreemptType="preempt/qos", InactiveLimit="120 sec"),
-        partitions=Partitions((Partition("gpu", True, True, 1800.0, True),)),
+        partitions=(findings.partition(max_walltime_s=1800.0, preempted=True),),
     ),
     "odd_names": msgspec.structs.replace(
-        slurm(
-            partitions=Partitions((Partition(ODD, False, True, None, False),)),
-            nodes=Nodes((findings.node("n1", partitions=(ODD,)),)),
-        ),
+        slurm(partitions=(findings.partition(findings.shape(1), name=ODD, max_walltime_s=float("inf")),)),
         wanted=DoctorOptions(ODD, ODD, ODD),
     ),
-    "deaf": slurm(
-        trials=Unavailable("Unable to contact\nslurm controller"), nodes=Unavailable("x"), config=Unavailable("x")
-    ),
+    "deaf": slurm(trials=Unavailable("Unable to contact\nslurm controller"), config=Unavailable("x")),
     "refused": slurm(trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED})),
-    "no_nodes": slurm(nodes=Unavailable("no answer")),
+    "no_nodes": slurm(partitions=(findings.partition(),)),
 }
 
 
@@ -150,32 +141,32 @@ def test_written_job_mentions_gpus_and_requests_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "rollouts", "spares", "exclusive"),
     [
-        (nodes(count=6), 2, 1, True),
-        (nodes(count=5), 2, 1, True),
-        (nodes(count=4), 2, 0, True),
-        (nodes(count=3), 1, 0, True),
-        (nodes(count=2), 2, 1, False),
-        (nodes(count=1), 2, 0, False),
-        (nodes(count=1, cpus=4), 1, 0, False),
-        (nodes(count=9, cpus=1), 1, 0, False),
-        (nodes(count=5, memory=2 * GIB), 1, 0, False),
+        (findings.shape(6), 2, 1, True),
+        (findings.shape(5), 2, 1, True),
+        (findings.shape(4), 2, 0, True),
+        (findings.shape(3), 1, 0, True),
+        (findings.shape(2), 2, 1, False),
+        (findings.shape(1), 2, 0, False),
+        (findings.shape(1, cpus=4), 1, 0, False),
+        (findings.shape(9, cpus=1), 1, 0, False),
+        (findings.shape(5, mem=2 * GIB), 1, 0, False),
     ],
 )
 def test_roles_are_distributed_over_the_available_nodes(
-    tmp_path: Path, there: Nodes, rollouts: int, spares: int, exclusive: bool
+    tmp_path: Path, there: Shape, rollouts: int, spares: int, exclusive: bool
 ) -> None:
-    text, job = written(tmp_path, slurm(nodes=there))
+    text, job = written(tmp_path, slurm(partitions=(findings.partition(there),)))
     roles, node = job.roles, job.cluster.node
     assert (roles.rollout.replicas, job.cluster.spares, roles.trainer.exclusive) == (rollouts, spares, exclusive)
-    fitting = [one for one in there.nodes if one.cpus >= node.cpus and one.memory >= node.mem]
-    if fitting:
-        assert resolve(job, "python").nodes <= len(fitting)
-    assert ("TOO LITTLE" in text) is not bool(fitting)
+    fits = there.node.cpus >= node.cpus and there.node.mem >= node.mem
+    if fits:
+        assert resolve(job, "python").nodes <= there.count
+    assert ("TOO LITTLE" in text) is not fits
 
 
 def test_nodes_that_are_down_are_not_counted() -> None:
-    down = Nodes(tuple(findings.node(f"n{i}", state=NodeState.DOWN if i > 1 else NodeState.UP) for i in range(8)))
-    assert choose_shape(findings.slurm(nodes=down), DoctorOptions()).exclusive is False
+    down = findings.partition(findings.shape(2), findings.shape(6, usable=False))
+    assert choose_shape(findings.slurm(partitions=(down,)), DoctorOptions()).exclusive is False
 
 
 def test_written_job_names_its_schema_and_how_to_make_it(tmp_path: Path) -> None:

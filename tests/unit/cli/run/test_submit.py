@@ -13,7 +13,7 @@ import pytest
 from rrl.api.preflight import job_preflight
 from rrl.cli import main
 from rrl.cli.run.status import metrics_failure
-from rrl.cluster.slurm.limits import JobLimits
+from rrl.cluster.slurm.site import JobLimits
 from rrl.config.job import resolve as resolving
 from rrl.config.job.load import load_job, resolved
 from rrl.config.job.schema import Job

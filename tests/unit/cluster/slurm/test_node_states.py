@@ -154,7 +154,7 @@ def test_long_and_compact_word_mean_the_same() -> None:
     ],
 )
 def test_check_counts_the_nodes_on_which_slurm_starts_jobs_by_itself(state: str, usable: bool) -> None:
-    line = "\x1e" + "\x1f".join(("main*", "3", "8", "8000", "(null)", state, "infinite", "1-infinite"))
+    line = "\x1e" + "\x1f".join(("main*", "3", "8", "8000", "(null)", state, "infinite", "1-infinite", "up", "OFF"))
     (partition,) = read_partitions(line)
     assert takes_jobs(state) is partition.shapes[0].usable is usable
 

@@ -13,10 +13,10 @@ from rrl.cluster.slurm.parsing import (
     NodeInfo,
     Unreadable,
     estimated_start,
-    inactive_limit,
     managed_runs,
+    read_config,
     read_jobs,
-    read_node_info,
+    read_node_infos,
     read_nodes,
     read_steps,
 )
@@ -127,7 +127,7 @@ def test_drain_reason_is_parsed_apart_from_the_state() -> None:
 def test_odd_drain_reason_ends_where_its_author_and_time_begin(reason: str) -> None:
     line = f"NodeName=n1 State=IDLE+DRAIN ThreadsPerCore=1 Reason={reason} [root@2026-11-22T09:08:07]"
     assert read_nodes(line)[NodeName("n1")].reason == reason
-    assert read_node_info(line) == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
+    assert read_node_infos(line)[NodeName("n1")] == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
 
 
 def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:
@@ -188,10 +188,15 @@ def test_empty_output_is_a_valid_answer() -> None:
     assert read_steps("") == []
 
 
-def test_inactive_limit_is_parsed_from_the_configuration() -> None:
-    assert inactive_limit("HealthCheckInterval     = 0 sec\nInactiveLimit           = 120 sec\nJobAcct = x") == 120
-    with pytest.raises(Unreadable):
-        inactive_limit("")
+def test_configuration_is_parsed_with_the_cgroup_settings_that_follow() -> None:
+    recorded = (Path(__file__).parents[3] / "data/recorded/doctor/config-22.05.txt").read_text()
+    values = read_config(recorded + "\nCgroup Support Configuration:\nConstrainDevices        = yes\n")
+    assert (values["SLURM_VERSION"], values["InactiveLimit"], values["SlurmUser"]) == ("22.05.8", "0 sec", "root(0)")
+    assert values["JobSubmitPlugins"] == ""  # (null)
+    assert values["SchedulerParameters"] == "sched_interval=2,sched_min_interval=0,bf_interval=2"
+    assert values["ConstrainDevices"] == "yes"
+    with pytest.raises(Unreadable, match="slurm_load_ctl_conf error"):
+        read_config("slurm_load_ctl_conf error\n")
 
 
 # ── time left, and preemption (recorded on 22.05.8: a job of an hour, two seconds old) ───────────────────────────────

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.cluster.slurm.parsing import Unreadable
-from rrl.cluster.slurm.requests import Partition, eligible, gpus_by_type, read_partitions, seconds_of
+from rrl.cluster.slurm.parsing import Unreadable, gpus_by_type
+from rrl.cluster.slurm.requests import Partition, eligible, read_partitions, seconds_of
 from rrl.core.types import Resources
 
 INF = float("inf")
@@ -16,9 +16,9 @@ def sinfo(*rows: str) -> str:
 
 
 PARTITIONS = sinfo(
-    "main*|6|8|8000|gpu:2|idle|infinite|1-infinite",
-    "main*|1|8|8000|gpu:2|down*|infinite|1-infinite",
-    "big|2|64|512000|gpu:a100:4(S:0-1),shard:8|mixed|1-00:00:00|1-2",
+    "main*|6|8|8000|gpu:2|idle|infinite|1-infinite|up|OFF",
+    "main*|1|8|8000|gpu:2|down*|infinite|1-infinite|up|OFF",
+    "big|2|64|512000|gpu:a100:4(S:0-1),shard:8|mixed|1-00:00:00|1-2|drain|REQUEUE",
 )
 
 
@@ -38,6 +38,8 @@ def test_partition_limits_are_parsed() -> None:
     big = partitions()["big"]
     assert (big.default, big.max_walltime_s, big.max_nodes) == (False, 86400.0, 2.0)
     assert big.description() == "2 of 64 CPUs, 512000 MiB, 4 GPUs"
+    assert [shape.gpus for shape in big.shapes] == [{"a100": 4}]
+    assert [(one.up, one.preempted) for one in (big, partitions()["main"])] == [(False, True), (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -56,10 +58,18 @@ def test_job_runs_in_its_named_partitions_or_the_default_one() -> None:
 
 @pytest.mark.parametrize(
     ("gres", "gpus"),
-    [("(null)", 0), ("gpu:2", 2), ("gpu:a100:4(S:0-1),gpu:h100:2", 6), ("shard:8,gpu:1", 1), ("mps:gpu:3", 0)],
+    [
+        ("(null)", {}),
+        ("gpu", {"": 1}),
+        ("gpu:2", {"": 2}),
+        ("gpu:h100:8(S:0-1)", {"h100": 8}),
+        ("gpu:a100:2(S:0),gpu:a100:2(S:1),gpu:1,shard:16,mps:400", {"a100": 4, "": 1}),
+        ("gpu:a100_3g.20gb:2", {"a100_3g.20gb": 2}),
+        ("mps:gpu:3,craynetwork:4", {}),
+    ],
 )
-def test_gpus_are_counted_with_and_without_a_type(gres: str, gpus: int) -> None:
-    assert sum(gpus_by_type(gres).values()) == gpus
+def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
+    assert gpus_by_type(gres) == gpus
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,7 @@ def test_times_are_parsed_in_every_form(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("row", ["main*|six|8|8000|(null)|idle|infinite|1-infinite", "main*|6|8"])
+@pytest.mark.parametrize("row", ["main*|six|8|8000|(null)|idle|infinite|1-infinite|up|OFF", "main*|6|8"])
 def test_unknown_partition_output_is_unreadable(row: str) -> None:
     with pytest.raises(Unreadable):
         read_partitions(sinfo(row))

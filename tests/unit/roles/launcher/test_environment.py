@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.launch import ExitReason, Launch, ExitRecord
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import ExitReason, Launch, tag_of, ExitRecord
+from rrl.core.launch import ExitReason, ExitRecord, Launch, tag_of
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV

@@ -24,6 +24,7 @@ from rrl.cli.doctor.node_probe.host import (
     run_readers,
 )
 from rrl.core.command_runner import CommandResult, run
+from rrl.tests.support.nvml.driver import FakeDriver
 
 UCX_INFO = """\
 # Library version: 1.21.0
@@ -96,6 +97,19 @@ def test_host_of_this_machine_survives_serialization() -> None:
     assert isinstance(mine.scratch, host.Scratch)
     assert not mine.scratch.trouble
     assert msgspec.json.decode(msgspec.json.encode(mine), type=Host) == mine
+
+
+def test_gpus_are_those_that_the_health_reader_finds_and_its_error_is_a_failure_of_nvml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver(tmp_path).gpus(2).set(None, "name", "NVIDIA H100")
+    for name, value in driver.env().items():
+        monkeypatch.setenv(name, value)
+    assert read_host(TIMEOUT_S).nvml == host.Nvml("570.86.15", ("NVIDIA H100", "NVIDIA H100"))
+    driver.fail("nvmlInit", "LIB_RM_VERSION_MISMATCH")
+    nvml = read_host(TIMEOUT_S).nvml
+    assert isinstance(nvml, Unavailable)
+    assert (nvml.cause, nvml.why.partition(":")[0]) == (UnavailableCause.NVML, "NVML does not start")
 
 
 def test_unwritable_tmp_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,27 +6,31 @@ import asyncio
 
 import pytest
 
-from rrl.cluster.slurm.limits import Limit, association_limits, enforced, qos_limits, read_limits
+from rrl.cluster.slurm.site import Accounts, Limit, association_limits, enforced, qos_limits, read_limits
 from rrl.tests.support.slurm import accounting
 from rrl.tests.support.slurm.lab import SlurmLab
 
-ASSOC = "astro||4|10||40|normal\nastro|gpu|2|||\nphysics|||||\n"
+NAMES = ("account", "partition", "maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs", "defaultqos")
+ASSOCIATIONS = ("astro||4|10||40|normal", "astro|gpu|2||||", "physics||||||")
+ACCOUNTS = Accounts("None", "astro", tuple(dict(zip(NAMES, line.split("|"), strict=True)) for line in ASSOCIATIONS))
 
 
 def test_association_limits_are_parsed_for_account_and_partition() -> None:
-    limits, qos = association_limits(ASSOC, "astro", "main")
+    limits, qos = association_limits(ACCOUNTS, "astro", "main")
     assert limits == [
         Limit(4, True, True, "MaxJobs of account astro"),
         Limit(10, False, True, "MaxSubmitJobs of account astro"),
         Limit(40, False, False, "GrpSubmitJobs of account astro"),
     ]
-    assert qos == "normal"
-    assert association_limits(ASSOC, "astro", "gpu")[0] == [Limit(2, True, True, "MaxJobs of account astro")]
-    assert association_limits(ASSOC, "nobody", "") == ([], "")
+    assert (qos, ACCOUNTS.names) == ("normal", ("astro", "physics"))
+    assert association_limits(ACCOUNTS, "astro", "gpu")[0] == [Limit(2, True, True, "MaxJobs of account astro")]
+    assert association_limits(ACCOUNTS, "nobody", "") == ([], "")
 
 
 def test_qos_limits_are_parsed_for_each_user_and_for_all() -> None:
-    assert qos_limits("normal||||\nlow|3|6|100|\n", "low") == [
+    names = ("name", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmitjobs")
+    rows = [dict(zip(names, line.split("|"), strict=True)) for line in ("normal||||", "low|3|6|100|")]
+    assert qos_limits(rows, "low") == [
         Limit(3, True, True, "MaxJobsPerUser of QOS low"),
         Limit(6, False, True, "MaxSubmitJobsPerUser of QOS low"),
         Limit(100, True, False, "GrpJobs of QOS low"),
@@ -37,7 +41,7 @@ def test_qos_limits_are_parsed_for_each_user_and_for_all() -> None:
     ("text", "holds"), [("none", False), ("associations", False), ("associations,limits,qos", True), ("safe", True)]
 )
 def test_limits_hold_only_where_they_are_enforced(text: str, holds: bool) -> None:
-    assert enforced(f"AccountingStorageEnforce = {text}\nMaxStepCount = 1") is holds
+    assert enforced({"AccountingStorageEnforce": text}) is holds
 
 
 def test_limits_without_an_answer_are_unknown_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
