@@ -13,12 +13,12 @@ from itertools import groupby
 import msgspec
 from msgspec import Struct
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...core.types import Verdict
 from ..common.output import print_json, show
 from ..views.checks import VERDICT_COLOUR
+from ..views.formatting import folding_grid
 from .catalogue import GROUPS
 from .collect import read_facts
 from .facts import Check, DoctorOptions, Facts
@@ -96,10 +96,7 @@ def doctor_view(checks: Sequence[Check]) -> RenderableType:
     """
     parts: list[RenderableType] = []
     for group, members in groupby(checks, lambda check: check.name.partition(".")[0]):
-        table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(width=7, no_wrap=True)
-        table.add_column(width=10, no_wrap=True)
-        table.add_column(ratio=1, overflow="fold")
+        table = folding_grid({"width": 7}, {"width": 10}, gap=1)
         for verdict, name, found in _check_lines(list(members)):
             table.add_row(verdict, name, found)
         parts += [Text(GROUPS[group], "bold"), table, Text()]

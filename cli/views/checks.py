@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...core.text import span
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
 from ...health.report.drain_requests import DrainRequest
 from ...health.report.model import DrainState
+from .formatting import folding_grid
 from .health.health_report import drain_text
 
 VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
@@ -41,10 +41,7 @@ def health_check_view(findings: Sequence[Finding]) -> RenderableType:
 
     Passed checks share a line, and so do checks with the verdict UNKNOWN and the same reason.
     """
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(width=7, no_wrap=True)
-    table.add_column(width=19, no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
+    table = folding_grid({"width": 7}, {"width": 19}, gap=1)
     for verdict in WORST_FIRST:
         for name, text in _finding_lines([one for one in findings if one.verdict is verdict], verdict):
             table.add_row(Text(verdict.value, VERDICT_COLOUR[verdict]), name, text)
@@ -84,10 +81,7 @@ def requests_view(
     """Return the drain requests as a table."""
     if not requests:
         return Text("no run requests a drain", "green")
-    table = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = folding_grid({}, {}, {}, {}, expand=False)
     for one in requests:
         state = drains.get(one.node, DrainState())
         request_text = f"requested by {one.by}" if one.by else "; ".join(one.evidence) or one.reason

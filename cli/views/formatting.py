@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isfinite, nan
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -25,6 +26,25 @@ def plain_table(*, expand: bool = False) -> Table:
         header_style="bright_black",
         border_style="bright_black",
     )
+
+
+LABEL: dict[str, Any] = {"style": "bright_black"}
+"""The look of a column of labels."""
+
+
+def folding_grid(*columns: dict[str, Any], gap: int = 2, expand: bool = True) -> Table:
+    """Return an empty grid of narrow columns, with these settings of rich, and of one more whose texts are wrapped.
+
+    Args:
+        columns: The settings of each narrow column.
+        gap: Spaces between two columns.
+        expand: Whether the last column takes the rest of the width.
+    """
+    grid = Table.grid(padding=(0, gap), expand=expand)
+    for column in columns:
+        grid.add_column(no_wrap=True, **column)
+    grid.add_column(overflow="fold", ratio=1 if expand else None)
+    return grid
 
 
 def stage(seconds: float | None) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures
@@ -19,7 +18,7 @@ from ...core.phases import phase
 from ...core.text import span
 from ...core.types import Cause, Verdict
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
-from .formatting import plain_table
+from .formatting import folding_grid, plain_table
 
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
@@ -209,10 +208,7 @@ def findings_view(state: State, now: float) -> RenderableType | None:
     """Return a table of the open findings, newest first; None if there are none."""
     if not state.findings:
         return None
-    grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(3):
-        grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    grid = folding_grid({}, {}, {})
     newest_first = sorted(state.findings.values(), key=lambda finding: -finding.since)
     for finding in newest_first[:MAX_LISTED]:
         verdict = Text(f"! {finding.verdict.value}", _VERDICT_COLOUR.get(finding.verdict, "none"))
@@ -240,9 +236,7 @@ def restarts_view(state: State, now: float, failures: Failures) -> RenderableTyp
     )
     if not recent:
         return None
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    grid = folding_grid({})
     newest = {stop.replica.id: stop for stop in reversed(recent)}
     failed_because = {stop.why for stop in recent if stop.failed}
     listed = [stop for stop in recent if stop.failed or stop.why not in failed_because]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures, failures_of, standing
@@ -34,7 +33,7 @@ from ...manager.model.queries import progress, reached_step, weights_lag_steps
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import bar, curve, folded, number, resampled
+from .formatting import LABEL, bar, curve, folded, folding_grid, number, resampled
 from .pace import (
     agent_figures,
     evaluation_figures,
@@ -182,9 +181,7 @@ def _standing_colour(state: State, word: str) -> str:
 def _facts(
     state: State, now: float, width: int, notes: Sequence[str], held: dict[NodeName, str], folders: ModelFolders
 ) -> RenderableType:
-    facts = Table.grid(padding=(0, 2), expand=True)
-    facts.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS - 2)
-    facts.add_column(overflow="fold", ratio=1)
+    facts = folding_grid(LABEL | {"min_width": _LABEL_COLUMNS - 2})
     until = known_until(state, now, notes)
     for label, text in _of_training(state, until, width, bool(notes)):
         facts.add_row(label, text)

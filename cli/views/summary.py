@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import RunState
 from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import number, plain_table, stage
+from .formatting import LABEL, folding_grid, number, plain_table, stage
 from .pace import idle_text
 
 _OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
@@ -36,9 +35,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     trained = summary.get("steps") != 0  # a run of commands alone trains nothing
     duration = span(summary.get("run_seconds") or 0)
     title.append(f"   {summary.get('steps', 0)} steps in {duration}" if trained else f"   in {duration}", "none")
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bright_black", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = folding_grid(LABEL, expand=False)
     if outcome != "completed" and summary.get("why"):
         facts.add_row("because", Text(str(summary["why"])))
     first, last = summary.get("reward_first10"), summary.get("reward_last10")
@@ -145,12 +142,10 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     Each failure is shown with the failed incarnation and, if it has joined, the replacement.
     """
     table = plain_table()
-    causes = Table.grid(padding=(0, 2), expand=True)
+    causes = folding_grid({})
     table.add_column("failure", no_wrap=True)
     for name in _STAGES:
         table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
-    causes.add_column(no_wrap=True)
-    causes.add_column(overflow="fold", ratio=1)
     for one in recoveries:
         failed = f"{one.get('replica')}#{one.get('failed', '?')}"
         joined = one.get("start_s") is not None

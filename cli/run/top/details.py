@@ -18,6 +18,7 @@ from ....core.text import span
 from ....core.types import Finding, NodeName, Verdict, natural_sort_key
 from ....manager.model.queries import gang
 from ....manager.model.state import Node, Replica, State
+from ...views.formatting import LABEL, folding_grid
 from ...views.pace import percent
 from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
 from ...views.status import gpu_use_text, node_trouble
@@ -155,9 +156,7 @@ def _failures(replica: Replica, now: float) -> Iterator[RenderableType]:
     """Yield the newest failures that still count on the replica's budget, newest first."""
     if not replica.failures:
         return
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    grid = folding_grid({})
     for failure in list(reversed(replica.failures))[:MAX_FAILURES]:
         injected = " (injected)" if failure.injected else ""
         grid.add_row(
@@ -226,10 +225,7 @@ def _findings(findings: Iterable[Finding], now: float) -> Iterator[tuple[str, Te
 
 
 def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS)
-    grid.add_column(overflow="fold", ratio=1)
-    return grid
+    return folding_grid(LABEL | {"min_width": _LABEL_COLUMNS})
 
 
 def missing_view(what: str, names: Sequence[str]) -> RenderableType:

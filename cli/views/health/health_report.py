@@ -14,7 +14,7 @@ from ....core.text import span
 from ....health.history.cache import Sources
 from ....health.history.rates import Rate
 from ....health.report.model import DrainState, NodeReport, Report, SiteReport
-from ..formatting import folded, plain_table
+from ..formatting import LABEL, folded, folding_grid, plain_table
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR_COLUMNS = 24
@@ -96,9 +96,7 @@ def is_notable(one: NodeReport) -> bool:
 
 
 def _site(site: SiteReport, sources: Sources) -> RenderableType:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bright_black", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = folding_grid(LABEL, expand=False)
     facts.add_row("window", f"{utc_time(site.since)} to {utc_time(site.until)} UTC ({span(site.until - site.since)})")
     exposed = f"{figure(site.node_days)} node-days ({figure(site.gpu_days)} GPU-days)"
     whom = f"{_many(site.runs, 'run')} of {_many(site.users, 'user')}"
@@ -176,10 +174,7 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
 
 def _details(nodes: Sequence[NodeReport]) -> RenderableType:
     """Return, for each node, the action and the evidence for it, to be shown below the table."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bright_black", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = folding_grid({}, LABEL, expand=False)
     for one in nodes:
         for at, (label, text) in enumerate([("to do", one.action), *rows_of(one)]):
             table.add_row(Text(one.node if not at else "", COLOUR.get(one.verdict, "none")), label, Text(text))
