@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.run_dir import RunDir
-from ..core.types import OperationFailed, UsageError
+from ..core.run_dir import RunDir, errors_about
+from ..core.types import UsageError
 from ..manager.reporting.accounting.run_report import Account, NoEvents, account
-from ..manager.storage.journal import JournalError, replay
+from ..manager.storage.journal import replay
 
 
 def account_of(run: RunDir) -> Account:
@@ -15,11 +15,9 @@ def account_of(run: RunDir) -> Account:
         UsageError: The journal is damaged, or has no events yet.
         OperationFailed: The journal cannot be read.
     """
-    try:
-        return account(replay(run))
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    except NoEvents:
-        raise UsageError(f"{run.id} has not begun: its journal has no events yet; see: rrl status {run.id}") from None
-    except OSError as error:
-        raise OperationFailed(f"{run.journal}: {error.strerror}") from None
+    with errors_about(run.journal):
+        try:
+            return account(replay(run))
+        except NoEvents:
+            text = f"{run.id} has not begun: its journal has no events yet; see: rrl status {run.id}"
+            raise UsageError(text) from None

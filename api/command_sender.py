@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from ..cluster.traits import traits_of
-from ..core.run_dir import RunDir, write_atomically
+from ..core.run_dir import RunDir, errors_about, write_atomically
 from ..core.run_spec import Limits
 from ..core.types import OperationFailed
 from ..manager.intake.user_commands import Command
@@ -33,13 +33,11 @@ def send(run: RunDir, command: Command) -> str:
     check_own(run)
     name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.json"
     write = partial(write_atomically, run.mailbox / name, msgspec.json.encode(command))
-    try:
+    with errors_about(run.mailbox):
         if command.command == "cancel":
             write_from_reserve(run, write)
         else:
             write()
-    except OSError as error:
-        raise OperationFailed(f"{run.mailbox}: {error.strerror}") from None
     return name
 
 

@@ -9,23 +9,22 @@ from typing import Any
 
 import msgspec
 
-from ..core.run_dir import RunDir, run_dir_problem, runs_root
+from ..core.run_dir import RunDir, errors_about, run_dir_problem, runs_root
 from ..core.run_spec import RunSpec
 from ..core.types import OperationFailed, UsageError
 from ..manager.model.state import State
-from ..manager.storage.journal import Follower, JournalError
+from ..manager.storage.journal import Follower
 from ..manager.storage.resume_request import read_pending
 
 
 def all_runs() -> list[RunDir]:
     """Return this user's runs under the runs root, newest first; for root, the runs of all users."""
-    try:
-        # a dot begins the name of a run that rrl submit has not finished creating
-        entries = [Path(entry.path) for entry in os.scandir(runs_root()) if not entry.name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise OperationFailed(f"{runs_root()}: {error.strerror}") from None
+    with errors_about(runs_root()):
+        try:
+            # a dot begins the name of a run that rrl submit has not finished creating
+            entries = [Path(entry.path) for entry in os.scandir(runs_root()) if not entry.name.startswith(".")]
+        except FileNotFoundError:
+            return []
     runs = [run for run in map(RunDir, entries) if _is_run(run) and not _problem(run)]
     return sorted(runs, key=lambda run: (submit_time(run), run.id), reverse=True)
 
@@ -107,8 +106,6 @@ class StateReader:
         """
         try:
             return self._follower.state()
-        except JournalError as error:
-            raise UsageError(str(error)) from None
         except PermissionError:
             raise OperationFailed(_no_access_message(self._run)) from None
         except OSError as error:
@@ -121,10 +118,8 @@ def resume_pending(run: RunDir) -> bool:
     While such a request is open, the journal still shows the run as ended.
     Raises OperationFailed if the run cannot be read.
     """
-    try:
+    with errors_about(run.path):
         return read_pending(run) is not None
-    except OSError as error:
-        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 def job_of(run: RunDir) -> RunSpec | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from ..core.run_dir import RunDir
-from ..core.types import OperationFailed, UsageError
+from ..core.run_dir import RunDir, errors_about
 from ..manager.model.events import Resumed, RunEnded
 from ..manager.reporting.step_metrics import StepRow, StepRows
-from ..manager.storage.journal import EventFollower, JournalError
+from ..manager.storage.journal import EventFollower
 
 POLL_S = 0.5
 """Seconds between two reads of the journal."""
@@ -38,13 +37,9 @@ def step_rows(run: RunDir, *, follow: bool) -> Iterator[list[StepRow]]:
 def _new_rows(run: RunDir, rows: StepRows, follower: EventFollower, ended: bool = False) -> tuple[list[StepRow], bool]:
     """Return the rows of the events since the last call, and whether the run has ended."""
     new: list[StepRow] = []
-    try:
+    with errors_about(run.journal):
         for stamped in follower.events():
             new += rows.apply(stamped)
             if isinstance(stamped.event, (RunEnded, Resumed)):
                 ended = isinstance(stamped.event, RunEnded)
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    except OSError as error:
-        raise OperationFailed(f"{run.journal}: {error.strerror}") from None
     return new, ended

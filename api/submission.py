@@ -19,7 +19,6 @@ from ..core.run_dir import RunDir, runs_root
 from ..core.types import OperationFailed, Outcome, UsageError
 from ..manager.bootstrap import start as starting
 from ..manager.model.state import State
-from ..manager.storage.journal import JournalError
 from .preflight.job_preflight import CheckedJob, checked
 from .runs import check_manageable, read_state
 from .watching.manager_liveness import manager_gone
@@ -138,8 +137,6 @@ def resume(resumption: Resumption, announce: Announce) -> list[str]:
     with signals_held() as arrived:
         try:
             warning = starting.resume(run, job.job, job.spec, job.document.text().encode(), source, state.ended)
-        except JournalError as error:
-            raise UsageError(str(error)) from None
         except (OSError, RuntimeError) as error:
             raise OperationFailed(f"{run.id} could not be resumed: {error}") from None
         announce(run, arrived())

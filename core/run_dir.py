@@ -12,10 +12,12 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from .ownership import ROOT, user_name
+from .types import OperationFailed
 
 RUNS_ENV = "RRL_RUNS_DIR"
 HISTORY_ENV = "RRL_HISTORY"
@@ -270,6 +272,15 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def errors_about(path: object) -> Iterator[None]:
+    """Raise an OSError of the body as :class:`OperationFailed`, in one line about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OperationFailed(f"{path}: {error.strerror}") from None
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ...core.log_lines import STAMP_BYTES, stamp, stamp_of
-from ...core.types import OperationFailed
+from ...core.run_dir import errors_about
 from .files import Log, rotated_files
 
 _BLOCK_BYTES = 64 * 2**10
@@ -147,12 +147,11 @@ def _backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _open(path: Path) -> BinaryIO | None:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:  # the file was just rotated, or does not exist yet
-        return None
-    except OSError as error:
-        raise OperationFailed(f"{path}: {error.strerror}") from None
+    with errors_about(path):
+        try:
+            return path.open("rb")
+        except FileNotFoundError:  # the file was just rotated, or does not exist yet
+            return None
 
 
 def _successor(file: BinaryIO, path: Path) -> BinaryIO | None:

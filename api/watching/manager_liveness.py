@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from ...cluster.traits import traits_of
-from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir
+from ...core.run_dir import STORAGE_FULL_ERRNOS, RunDir, errors_about
 from ...core.text import span
-from ...core.types import OperationFailed
 from ...manager.model.state import State
 
 if TYPE_CHECKING:  # both imports take long, and most runs need neither
@@ -135,10 +134,8 @@ def stale_lease(run: RunDir, state: State) -> str:
     """
     from ...manager.storage.lease import holder, renewed_at
 
-    try:
+    with errors_about(run.epochs):
         lease_holder, renewed = holder(run), renewed_at(run)
-    except OSError as error:
-        raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     if surely_gone(lease_holder):
         return "no manager is running"
     age = time.time() - renewed  # if the two clocks differ, the only effect is a query of Slurm
@@ -159,10 +156,8 @@ def surely_gone(lease_holder: LeaseHolder | None) -> bool:
 
 def owner_of(run: RunDir) -> int:
     """Return the uid whose jobs belong to the run. Raises OperationFailed if the run directory cannot be read."""
-    try:
+    with errors_about(run.path):
         return run.path.stat().st_uid
-    except OSError as error:
-        raise OperationFailed(f"{run.path}: {error.strerror}") from None
 
 
 def ask_slurm(uid: int) -> SlurmJobs:
@@ -245,8 +240,6 @@ def manager_gone(run: RunDir, state: State | None) -> str:
     """
     from ...manager.storage.lease import holder
 
-    try:
+    with errors_about(run.epochs):
         lease_holder = holder(run)
-    except OSError as error:
-        raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     return "; ".join(("no manager is running", *_left(run.id, state))) if surely_gone(lease_holder) else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ...api.runs import find_run, job_of
-from ...core.run_dir import RunDir
+from ...core.run_dir import RunDir, errors_about
 from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
 from ...roles.trajectories.durable.log import LogDamaged, read_frames, read_newest
@@ -83,13 +83,12 @@ def read_store(run: RunDir, job: RunSpec) -> State | None:
         OperationFailed: The log cannot be read.
     """
     try:
-        return read_newest(run.store, lambda path: _state(path, job))
+        with errors_about(run.store):
+            return read_newest(run.store, lambda path: _state(path, job))
     except LogDamaged as error:
         raise UsageError(str(error)) from None
     except LogFormatError as error:
         raise UsageError(f"the trajectory log in {run.store} {error}") from None
-    except OSError as error:
-        raise OperationFailed(f"{run.store}: {error.strerror}") from None
 
 
 def _state(path: Path, job: RunSpec) -> State:

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ...cluster.base import Refused, Unanswered
-from ...core.run_dir import HISTORY_ENV, write_atomically
-from ...core.types import OperationFailed, UsageError
+from ...core.run_dir import HISTORY_ENV, errors_about, write_atomically
+from ...core.types import UsageError
 from ...health.history import rates
 from ...health.history.cache import HistoryCache, Sources
 from ...health.history.plausibility import plausible
@@ -165,10 +165,8 @@ def _write(document: Document, format: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    try:
+    with errors_about(output):
         write_atomically(output, text.encode(), REPORT_FILE_MODE)
-    except OSError as error:
-        raise OperationFailed(f"{output}: {error.strerror}") from None
 
 
 def _rendered(document: Document, format: str) -> str:

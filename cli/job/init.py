@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from ...cluster.slurm.requests import Partition
 from ...core.command_runner import CommandResult
-from ...core.run_dir import write_atomically
-from ...core.types import OperationFailed, Resources, UsageError, Verdict
+from ...core.run_dir import errors_about, write_atomically
+from ...core.types import Resources, UsageError, Verdict
 from ...core.units import duration_text
 from ..common.output import print_warnings
 from ..doctor.command import gather_facts, judge
@@ -69,14 +69,12 @@ def init(out: Path, wanted: DoctorOptions, *, force: bool, consent: bool | None)
         raise UsageError(f"{out}: there is no folder {out.parent}; create it first, or name another file with --out")
     facts = gather_facts(wanted, consent=consent, interactive=True)
     text = job_toml(facts, out)
-    try:
+    with errors_about(out):
         if force:
             write_atomically(out, text.encode(), mode=0o644)
         else:
             with out.open("x", encoding="utf-8") as file:
                 file.write(text)
-    except OSError as error:
-        raise OperationFailed(f"{out}: {error.strerror}") from None
     print(f"wrote {out}; see what it would start: rrl check {out}")
     failed = (check for check in judge(facts) if check.verdict is Verdict.FAIL)
     print_warnings(f"{check.name}: {check.found}; {check.fix}" for check in failed)

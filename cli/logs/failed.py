@@ -12,9 +12,9 @@ from ...api.logs.merge import Line, LineFilter, LogTail
 from ...core.log_lines import seconds_of, stamp
 from ...core.run_dir import RunDir
 from ...core.text import escaped
-from ...core.types import AGENT, UsageError
+from ...core.types import AGENT
 from ...manager.reporting.failure_records import Failure
-from ...manager.storage.journal import JournalError, replay
+from ...manager.storage.journal import replay
 from ..common.output import json_line
 from .failures import FailureReport, concerns, failures
 from .printer import LogRecord, Printer
@@ -51,10 +51,7 @@ def show_failures(run: RunDir, selector: str | None, wanted: LineFilter, newest:
 
     ``wanted.since`` is the earliest time of failures to print; ``wanted.match`` selects their lines.
     """
-    try:
-        found = failures(replay(run))
-    except JournalError as error:
-        raise UsageError(str(error)) from None
+    found = failures(replay(run))
     since = seconds_of(wanted.since) if wanted.since else 0.0
     found = [report for report in found if concerns(selector, report.failure) and report.failure.recorded_at >= since]
     if not found and not printer.json:

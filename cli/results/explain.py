@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...api.runs import find_run, read_state
-from ...core.run_dir import RunDir
-from ...core.types import OperationFailed, UsageError
+from ...core.run_dir import RunDir, errors_about
+from ...core.types import UsageError
 from ...manager.reporting.decisions.explanations import Explanation, explain, known_names
-from ...manager.storage.journal import JournalError, replay
+from ...manager.storage.journal import replay
 from ..common.output import print_json, print_line, show
 from ..views.explanation import decision_record, explanation_view
 
@@ -32,12 +32,8 @@ def explanations(run: RunDir, about: str | None) -> list[Explanation]:
 
     Raises UsageError if the journal is damaged, or if no decision is about ``about``.
     """
-    try:
+    with errors_about(run.journal):
         found = explain(replay(run))
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    except OSError as error:
-        raise OperationFailed(f"{run.journal}: {error.strerror}") from None
     return found if about is None else _about(found, about, run.id)
 
 

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from ...api.accounts import account_of
 from ...api.runs import find_run
-from ...core.run_dir import write_atomically
-from ...core.types import OperationFailed, UsageError
+from ...core.run_dir import errors_about, write_atomically
+from ...core.types import UsageError
 from ...manager.reporting.accounting.run_report import RunReport
 from ..common.output import print_json, print_line, show
 from ..views.report.tables import report_view
@@ -57,7 +57,5 @@ def report(run: str | None, other: str | None, html: Path | None, *, json: bool)
 def _write_page(reports: list[RunReport], path: Path) -> None:
     from ..views.report.page import page
 
-    try:
+    with errors_about(path):
         write_atomically(path, page(reports).encode(), PAGE_MODE)
-    except OSError as error:
-        raise OperationFailed(f"{path}: {error.strerror}") from None

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from ...api.runs import check_own, find_run, job_of
 from ...api.step_rows import step_rows
-from ...core.run_dir import RunDir
+from ...core.run_dir import RunDir, errors_about
 from ...core.run_spec import TrackerName
 from ...core.text import escaped
 from ...core.types import OperationFailed, UsageError
@@ -93,11 +93,9 @@ def track(name: str, to: Sequence[str]) -> int:
     run = find_run(name)
     check_own(run)
     trackers = _trackers(run, to)
-    try:
+    with errors_about(run.trackers):
         run.trackers.mkdir(mode=0o700, exist_ok=True)
         processes = {tracker: _start(run, tracker) for tracker in trackers}
-    except OSError as error:
-        raise OperationFailed(f"{run.trackers}: {error.strerror}") from None
     try:
         codes = {tracker: process.wait() for tracker, process in processes.items()}
     except KeyboardInterrupt:

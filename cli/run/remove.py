@@ -17,7 +17,7 @@ from pathlib import Path
 from ...api.runs import all_runs, check_own, find_run, read_state, submit_time
 from ...api.watching.manager_liveness import surely_gone
 from ...api.watching.start_check import StartCheck
-from ...core.run_dir import RunDir, run_dir_problem, runs_root
+from ...core.run_dir import RunDir, errors_about, run_dir_problem, runs_root
 from ...core.types import OperationFailed, UsageError
 from ...core.units import seconds
 from ...manager.bootstrap.start_failure import SUBMISSION_S
@@ -58,10 +58,8 @@ def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:
     freed = sum(map(_delete, leftovers))
     for run in runs:
         hidden = run.path.with_name(f".{run.id}{REMOVED}")
-        try:
+        with errors_about(run.path):
             os.rename(run.path, hidden)
-        except OSError as error:
-            raise OperationFailed(f"{run.path}: {error.strerror}") from None
         freed += _delete(hidden)
         print_line(f"removed {run.id}  {size(sizes[run])}")
     print(f"freed {size(freed)}")
@@ -120,12 +118,10 @@ def _not_ended(run: RunDir, state: State | None) -> str:
         return f"has not ended (rrl cancel {run.id} ends it)"
     if read_pending(run) is not None:
         return "is to be resumed"
-    try:
+    with errors_about(run.epochs):
         last = holder(run)
         if last is not None and not surely_gone(last) and time.time() - renewed_at(run) < MANAGER_EXIT_S:
             return "has a manager that has not ended yet"
-    except OSError as error:
-        raise OperationFailed(f"{run.epochs}: {error.strerror}") from None
     return ""
 
 

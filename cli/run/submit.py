@@ -24,8 +24,6 @@ from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, Outcome, UsageError
 from ...core.units import seconds
 from ...manager.bootstrap import start as starting
-from ...manager.storage.journal import JournalError
-from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import read_pending
 from ...roles.checkpoints.stored_tensors import INDEX
 from ..common.output import print_json, print_warnings, program, show
@@ -130,14 +128,10 @@ def _watch(run: RunDir, stop: threading.Event) -> None:
 def _manager(run: RunDir, *, foreground: bool) -> str | None:
     try:
         return starting.run_manager(run, foreground=foreground, by_hand=True)
-    except JournalError as error:
-        raise UsageError(str(error)) from None
     except OSError as error:
         raise OperationFailed(
             f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)
         ) from None
-    except LeaseHeld as error:
-        raise OperationFailed(str(error)) from None
 
 
 def print_started(run: RunDir, interrupted: bool, *, json: bool, wait: bool) -> None:

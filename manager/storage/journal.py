@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from ...core.run_dir import RunDir, sync
 from ...core.text import escaped
+from ...core.types import UsageError
 from ..model.events import Stamped
 from ..model.reducer import fold
 from ..model.state import State
@@ -45,7 +46,7 @@ MAGIC = b"RRLJ\n"
 _FRAME = struct.Struct("<II")
 
 
-class JournalError(Exception):
+class JournalError(UsageError):
     """The journal cannot be read. The text says in one line which segment, where in it, and why."""
 
 

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir
+from ...core.types import OperationFailed
 
 _log = logging.getLogger("rrl.manager")
 
@@ -56,7 +57,7 @@ class LeaseHolder(Struct, frozen=True):
     """Error number with which the journal cannot be written at present; 0 if it can be written."""
 
 
-class LeaseHeld(Exception):
+class LeaseHeld(OperationFailed):
     """Another manager is running; the text says where."""
 
 
