@@ -31,7 +31,7 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
     assert [path.name for path in run.run.mailbox.iterdir()] == ["0.bad"]
     before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
-    steps = ended.step + 8
+    steps = ended.step + 4
     code, out, err = _recorded(run, "resume", run.run.id, "--steps", str(steps))
     assert (code, out) == (0, f"{run.run.id}\n")
     assert err.startswith("watch it with: ")
