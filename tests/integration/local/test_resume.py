@@ -82,7 +82,7 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     assert (code, out) == (0, f"this run no longer uses {left}\n"), error
     step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
     # longer than limits.silence: no process on this node sends heartbeats any more
-    run.wait(lambda state: state.step >= step + 50)
+    run.wait(lambda state: state.step >= step + 20)
     against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
     assert [finding for finding in against if finding.node == left] == []
 
