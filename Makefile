@@ -95,9 +95,9 @@ test-security: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m pytest tests/security
 
-# The tests that need vLLM, on CPU.
+# The tests that need vLLM, on CPU. The long ones belong to make test-long.
 test-vllm: setup-vllm
-	$(VLLM)/python -m pytest tests/engine -m vllm
+	$(VLLM)/python -m pytest tests/engine -m 'vllm and not long'
 
 # The tests that need a GPU, on a node that has one; without one it says so. It needs no network: PYTHON=... names an
 # interpreter that has torch (default: that of make setup, if it is there), WHEELS=... a folder with all else that is
@@ -132,9 +132,10 @@ test-pyslurm: setup
 	$(PYSLURM_PYTHON) -m pytest -q -rP tests/integration/slurm/cluster/test_readers.py
 
 # Tests that take long, and all property tests with many examples: an hour and more.
-test-long: setup
+test-long: setup setup-vllm
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest --timeout 3600 -m 'long or hypothesis'
+	$(VLLM)/python -m pytest tests/engine -m 'vllm and long'
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup

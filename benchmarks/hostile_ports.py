@@ -154,7 +154,7 @@ def _ratios(result: Result) -> dict[str, list[float]]:
 def _measure(kind: str, frames: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         chosen = f'weights = "{kind}"\ntrusted_network = {str(kind == "ucx").lower()}'
-        toml = light_job("local", STEPS).replace('weights = "tcp"', chosen)
+        toml = light_job("local", STEPS, step_seconds=0.1).replace('weights = "tcp"', chosen)
         run = submit_here(Path(folder), toml)
         try:
             before = current_incarnations(run.wait_steps(20))

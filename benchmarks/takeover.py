@@ -92,7 +92,7 @@ class Site(Struct, frozen=True):
 
 def job(cluster: str) -> str:
     """Return the job of light roles without its ``[limits]``, so that the default limits apply."""
-    return light_job(cluster, STEPS, warm=False).partition("[limits]")[0]
+    return light_job(cluster, STEPS, warm=False, step_seconds=0.1).partition("[limits]")[0]
 
 
 def measure(site: Site, cluster: str, arm: str, number: int) -> list[Sample]:

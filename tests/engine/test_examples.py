@@ -75,6 +75,7 @@ def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path
     )
 
 
+@pytest.mark.long  # the quickstart above has the same checks; test_agents.py trains this model
 def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_killed(
     folder: Path, smollm2: Path
 ) -> None:

@@ -66,6 +66,7 @@ def test_vllm_continues_a_prompt_with_an_exported_tied_model_as_with_its_origina
     assert _continued_by_vllm(tmp_path / "out", "12=") == _continued_by_vllm(source, "12=")
 
 
+@pytest.mark.long  # the models above are exported in the same way
 def test_smollm2_is_exported_as_it_was_before_training(tmp_path: Path) -> None:
     spec = load_job(SMOLLM2).model
     assert spec is not None

@@ -62,6 +62,7 @@ step_grace = "60s"
 """
 
 
+@pytest.mark.long  # test_examples.py has a run in which a rollout is killed
 def test_run_learns_from_vllm_rollouts_and_continues_while_a_killed_one_restarts(tmp_path: Path) -> None:
     with _running(tmp_path, _job(100_000, 2)) as run:
         victim = run.wait(lambda s: s.step >= 3 and all_work(s), timeout_s=TIMEOUT_S).replica(VICTIM)

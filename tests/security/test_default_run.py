@@ -122,6 +122,7 @@ def test_ucx_of_another_user_reaches_no_port_of_a_run(run: TestRun, owner: Plain
     assert current_incarnations(run.wait(lambda state: state.step > began + 2)) == before
 
 
+@pytest.mark.long  # test_run_under_attack.py sends garbage to every port of a run
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:

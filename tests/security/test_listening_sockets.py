@@ -21,7 +21,7 @@ from rrl.tests.support.security.sockets import PartBound, bound_by
 from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
-"""Time limit (s) for two ranks, a rollout and their standby processes to load torch on a busy two-core machine."""
+"""Time limit (s) for two ranks and a rollout to load torch on a busy two-core machine."""
 
 
 @pytest.fixture
@@ -31,6 +31,8 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
     # one rollout is enough, because others would listen on the same kinds of sockets
     toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")
+    toml = toml.replace("ranks = 2\n", "ranks = 2\nwarm = false\n")
+    toml = toml.replace("prompts_per_step = 16", "prompts_per_step = 4")
     toml += '\n[transport]\nweights = "tcp"\n'
     folder = owner.home / "gang"
     owner.call(folder.mkdir, timeout_s=30)

@@ -23,7 +23,7 @@ GROWTH = 0.05
 
 
 def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 100_000))  # the run must outlast the attack
+    run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))  # the run must outlast the attack
     run.wait_steps(3)
     before = current_incarnations(
         run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.is_current))

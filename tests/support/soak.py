@@ -333,7 +333,7 @@ def light(faults: int, runs: int, tally: Tally) -> None:
         folder = Path(tempfile.mkdtemp(prefix="rrl-soak-"))
         before = tally.problems
         extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
-        toml = light_job("local", STEPS, rollouts=3, spares=2, extra=extra)
+        toml = light_job("local", STEPS, rollouts=3, spares=2, step_seconds=0.1, extra=extra)
         if seed % 2:
             toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
         run = submit_here(folder, toml)

@@ -1,7 +1,7 @@
 """``[roles.agents]`` works in whole runs: the shipped example with its real agent and OpenAI's client.
 
 The trainer and the rollouts are light, because the tests are about agents and the store. The example with its model is
-played by ``make test-long``. In ``make test``, test_outside_agents.py trains that model.
+played by ``make test-long``. ``make test-vllm`` trains a model by agents as well.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ the client.
 """
 
 
-@pytest.mark.parametrize("key", ['function = "replayed:run"', 'command = ["python", "replayed.py"]'])
+@pytest.mark.parametrize(
+    "key", ['function = "replayed:run"', pytest.param('command = ["python", "replayed.py"]', marks=pytest.mark.long)]
+)
 def test_killed_agents_are_replayed_without_sampling_any_turn_twice(tmp_path: Path, key: str) -> None:
     steps, at_once = 3, 8
     (tmp_path / "replayed.py").write_text(REPLAYED)

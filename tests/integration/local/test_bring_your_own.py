@@ -43,6 +43,7 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
         ("step=30", "step=10"),
         ("step=60", "step=25"),
         ("spares = 1", "spares = 0"),
+        ("learning_rate = 0.01", "learning_rate = 0.01\nwarm = false"),
     )
     for old, new in changes:
         assert old in toml

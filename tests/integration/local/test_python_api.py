@@ -41,7 +41,7 @@ def in_a_cell(code: str, names: dict[str, Any]) -> None:
     asyncio.run(cell())
 
 
-@pytest.mark.long  # this example also runs on Slurm, and the programs of the page below also run in an event loop
+@pytest.mark.long  # the programs of the page below also run in an event loop
 def test_a_notebook_finds_the_best_of_three_learning_rates(
     job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,10 +41,10 @@ def _restarted_with_weights(run: TestRun, replica: ReplicaId) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> TestRun:
     """Play the run until both rollouts are back, cancel it, and return it once all its processes have ended."""
     folder = tmp_path_factory.mktemp("quickstart")
-    toml = slow_quickstart(folder, prompts=4, step_s=1.0)
+    toml = slow_quickstart(folder, prompts=4, step_s=2.0)
     for shipped, tested in (
         ("steps = 300", "steps = 4000"),
-        ('at = "step=60"', 'at = "step=5"'),
+        ('at = "step=60"', 'at = "step=3"'),
         ("[limits]\n", f"[limits]\n{IMPATIENT}"),
         ("[[faults.planned]]", "[faults]\nallow = true\n[[faults.planned]]"),
     ):

@@ -31,7 +31,7 @@ def test_cancelled_run_leaves_nothing_and_is_resumed_from_its_last_step(tmp_path
     assert [path.name for path in run.run.mailbox.iterdir()] == ["0.bad"]
     before = {id: one.incarnation_number for id, one in ended.replicas.items()}
 
-    steps = ended.step + 8
+    steps = ended.step + 4
     code, out, err = _recorded(run, "resume", run.run.id, "--steps", str(steps))
     assert (code, out) == (0, f"{run.run.id}\n")
     assert err.startswith("watch it with: ")
@@ -82,7 +82,7 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     assert (code, out) == (0, f"this run no longer uses {left}\n"), error
     step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
     # longer than limits.silence: no process on this node sends heartbeats any more
-    run.wait(lambda state: state.step >= step + 50)
+    run.wait(lambda state: state.step >= step + 20)
     against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
     assert [finding for finding in against if finding.node == left] == []
 

@@ -93,6 +93,7 @@ def _last_lines(run: TestRun) -> list[str]:
     return [line["text"] for line in failure["lines"]]
 
 
+@pytest.mark.long  # test_standby.py, test_faults.py and Slurm's test_runs.py crash nodes, too
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000, warm=False))
     before = current_incarnations(run.wait_steps(15))

@@ -49,7 +49,9 @@ def end(run: RunDir) -> None:
     wait(lambda: not dict(processes_of(run)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGHUP, signal.SIGTERM))]
+)
 def test_signal_at_any_moment_leaves_nothing_or_a_run_that_was_named(tmp_path: Path, number: signal.Signals) -> None:
     for moment, reached in MOMENTS.items():
         folder = tmp_path / moment

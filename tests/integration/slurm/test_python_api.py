@@ -17,6 +17,7 @@ from rrl.tests.support.slurm.lab import SlurmLab
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.long  # tests/integration/local/test_python_api.py runs the programs of the page
 def test_the_best_of_three_learning_rates_is_found_side_by_side(slurm_lab: SlurmLab) -> None:
     folder = slurm_lab.user_home / "sweep"
     slurm_lab.call_as_user(folder.mkdir)

@@ -47,6 +47,7 @@ def _let_all_go(run: TestRun) -> None:
         run.let_go(index)
 
 
+@pytest.mark.long  # as on the local cluster; the next test has a rollout that starts again on Slurm
 def test_killed_rollout_alone_restarts_and_its_prompts_continue_from_their_prefix(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0, warm=False))
     before = joined_incarnations(run)

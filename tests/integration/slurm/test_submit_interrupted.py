@@ -26,7 +26,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_signal_during_a_submission_leaves_no_job_of_a_run_that_was_not_named(
     slurm_lab: SlurmLab, number: signal.Signals
 ) -> None:

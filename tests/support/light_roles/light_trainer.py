@@ -14,7 +14,7 @@ from typing import Any
 
 import rrl
 
-STEP_SECONDS = 0.1
+STEP_SECONDS = float(os.environ.get("RRL_TEST_STEP_SECONDS", "0.1"))
 HOLD, HELD = "hold.trainer", "held.trainer"
 """Names of control files in the run directory. While ``hold.trainer`` exists, the trainer waits after the publishing of
 the first step since its last commit. It creates ``held.trainer`` when it begins to wait."""

@@ -109,6 +109,7 @@ def test_local_run_of_a_killed_process_ends(tmp_path: Path) -> None:
             slurm_processes.send(left, signal.SIGKILL)
 
 
+@pytest.mark.long  # the next test unwinds a benchmark, too
 def test_benchmark_that_gets_sigterm_ends_its_local_run_and_removes_its_folder() -> None:
     child, path = _started(LOCAL_BENCHMARK)
     run = RunDir(path)

@@ -87,7 +87,7 @@ def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_member_killed_during_batch_sharing_is_blamed_and_the_batch_repeats(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed, rank: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_trainer_killed_while_it_saves_ends_bit_equal_to_an_undisturbed_one(
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_gang_killed_while_publishing_serves_no_partial_version_and_publishes_its_commit_first(
     tmp_path: Path, processes: ForkServerContext, undisturbed_end: Undisturbed, rank: int
 ) -> None:

@@ -391,7 +391,7 @@ def _distance(one: Learner, other: Learner) -> float:
     return max((tensor - others[name]).abs().max().item() for name, tensor in one.weights().items())
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3}, {"kl": 0.1}, {"gradient_clip": 0.01}])
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3, "kl": 0.1, "gradient_clip": 0.01}])
 def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(changes: dict[str, Any]) -> None:
     whole, expected = _taught("batch", **changes)
     moved = _distance(whole, harness.learner())
@@ -418,8 +418,8 @@ def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
         assert torch.allclose(got[name], gradient, rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3, "kl": 0.1}])
-def test_the_same_parts_twice_give_the_same_bits(changes: dict[str, Any]) -> None:
+def test_the_same_parts_twice_give_the_same_bits() -> None:
+    changes = {"micro_batch": 3, "kl": 0.1}
     (one, metrics), (other, metrics_again) = _taught("random", **changes), _taught("random", **changes)
     assert _same(one.tensors(), other.tensors())
     assert one.extra_state() == other.extra_state()

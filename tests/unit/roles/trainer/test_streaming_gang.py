@@ -70,6 +70,7 @@ def test_trainer_killed_after_a_part_ends_bit_equal_to_one_that_was_not(
     asyncio.run(story())
 
 
+@pytest.mark.long  # test_gang.py restores the snapshot of a whole step
 def test_snapshot_of_a_step_in_parts_is_restored_and_its_commit_finished(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
