@@ -25,7 +25,7 @@ from ..core.types import (
     Version,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
 
 
@@ -307,35 +307,23 @@ ToManager = (
 
 
 # ── from the manager ───────────────────────────────────────────────────────────────────────────────────────────────
-class WeightSource(Struct, frozen=True):
-    """A process that serves weights, and the address at which they can be pulled."""
-
-    incarnation: Incarnation
-    address: str
-    version: Version | None = None
-    """Newest complete version of the source; None if no version is complete. The source may also have an older version,
-    or be receiving a newer version."""
-
-
 class Peer(Struct, frozen=True):
     """A current incarnation, as other processes see it."""
 
     incarnation: Incarnation
     listen_address: str | None = None
     joined: bool = False
+    weight_address: str | None = None
+    """Address at which its weight versions can be pulled; None if it serves no weights. The trajectory store knows
+    which versions it has."""
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """The peer directory: the current incarnations, and the weight sources (publisher first, then receivers by name).
-
-    ``seq`` orders the ``Peers`` messages of one manager epoch.
-    """
+    """The peer directory: the current incarnations. ``seq`` orders the ``Peers`` messages of one manager epoch."""
 
     epoch: int
     seq: int
     peers: dict[ReplicaId, Peer]
-    newest: Version | None = None
-    weight_sources: tuple[WeightSource, ...] = ()
     snapshot_servers: dict[NodeName, str] = {}
     """Addresses of the snapshot servers on the nodes of the trainer and of its standby processes, by node."""
     evaluated: int = -1

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, is_trainer
-from ...transport.messages import WeightSource
+from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
@@ -185,23 +184,22 @@ class Store:
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def newest_version(self) -> NewestVersion | None:
-        """The newest weight version and its sources: a new object after each change."""
+        """The newest weight version and its sources."""
         return self._versions.newest
 
-    def report_version(self, source: WeightSource) -> Denied | NotReady | None:
+    def report_version(self, source: Incarnation, version: Version | None) -> Denied | NotReady | None:
         """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is accepted.
 
         A report is denied if its sender is fenced, or if a trainer reports a version of another incarnation.
         """
-        incarnation, version = source.incarnation, source.version
-        if not is_trainer(incarnation.replica):
-            rejection: Denied | NotReady | None = self.check_worker(incarnation)
-        elif incarnation != incarnation.gang or (version is not None and version.incarnation != incarnation.number):
-            rejection = Denied(f"{incarnation} is not the publisher of {version}")
+        if not is_trainer(source.replica):
+            rejection: Denied | NotReady | None = self.check_worker(source)
+        elif source != source.gang or (version is not None and version.incarnation != source.number):
+            rejection = Denied(f"{source} is not the publisher of {version}")
         else:
-            rejection = self._check_trainer(incarnation)
-        if rejection is None:
-            self._versions.report(source)
+            rejection = self._check_trainer(source)
+        if rejection is None and version is not None:
+            self._versions.report(source, version)
         return rejection
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────

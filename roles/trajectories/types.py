@@ -15,7 +15,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from msgspec import Struct
 
 from ...core.types import Incarnation, Version
-from ...transport.messages import WeightSource
 
 A = TypeVar("A", covariant=True)
 """Type of the answer to a request."""
@@ -333,13 +332,10 @@ class StoredMetrics(Struct, frozen=True, tag=True):
 
 
 class NewestVersion(Struct, frozen=True, tag=True):
-    """The newest version that the current trainer published, and at least one replica that serves it.
-
-    ``sources`` is complete unless more than ``MAX_SOURCES`` replicas serve the version.
-    """
+    """The newest version that any current process serves, and all processes that serve it."""
 
     version: Version
-    sources: tuple[WeightSource, ...]
+    sources: tuple[Incarnation, ...]
 
 
 Answer = (
@@ -489,16 +485,14 @@ class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
     :class:`NotReady`. Only the latest request of an incarnation is answered.
     """
 
-    weight_address: str | None = None
-    """Address (``<transport>://host:port``) from which ``weight_version`` can be pulled; None if the sender serves no
-    weights."""
     weight_version: Version | None = None
+    """Newest version that the sender serves; None if it has none."""
     known: Version | None = None
     """Newest version that the sender has learned of from the store."""
     wait: float = 10.0
     """Seconds after which the sender learns which replicas serve the version now. This interval is short compared with
     the 120 s for which a pull looks for a source. If 1,024 rollouts repeat the request at this interval, the store
-    spends 3 ms of each second on the requests (30 us per request, measured)."""
+    spends 9 ms of each second on the requests (90 us per request, measured; an answer has 30 kB)."""
 
 
 StepRequest = (

@@ -1,12 +1,11 @@
 """The newest weight version and the replicas that serve it, according to the reports of trainer and rollouts.
 
-Versions are announced this way in addition to the manager's ``Peers`` message, so that rollouts keep receiving weights
-while the manager is frozen or dead. Only the current trainer determines which version is the newest. Rollouts also
-report that they serve the version, in case the trainer dies just after publishing it.
+The store is the only directory of versions, so that rollouts keep receiving weights while the manager is frozen or
+dead. The addresses of the replicas are in the manager's ``Peers`` message.
 
 The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the version
-that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as the
-trainer has reconnected.
+that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as one
+replica that serves it has reconnected, even if the trainer is dead. Until then, rollouts keep what they knew.
 """
 
 from __future__ import annotations
@@ -17,52 +16,41 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ...core.types import Incarnation, Version, is_trainer
+from ...core.types import Incarnation, Version
 from ...transport.control.endpoints import Incoming
-from ...transport.messages import WeightSource
 from .types import Denied, FollowVersions, NewestVersion, NotReady
-
-MAX_SOURCES = 8
-"""Maximum number of sources that an answer to a rollout names, about 100 bytes each. A rollout tries them one after
-another, after the relays that the manager named. More sources would help only if all of these died at once."""
 
 
 class VersionDirectory:
-    """The newest version that the current trainer published, and up to :data:`MAX_SOURCES` replicas that serve it.
+    """The newest version that any current replica serves, and all replicas that serve it.
 
     Before the caller passes a report to :meth:`report`, it must check that the incarnation of the report is current.
     """
 
     def __init__(self) -> None:
+        self._held: dict[Incarnation, Version] = {}
         self._version: Version | None = None
-        self._sources: dict[Incarnation, WeightSource] = {}
-        """Replicas that serve ``_version``; the publisher is the first, because it reports first."""
-        self.newest: NewestVersion | None = None
-        """The answer to ``FollowVersions`` requests: a new object after each change, None while no version is known."""
+        self._sources: dict[Incarnation, None] = {}
+        """Replicas that serve ``_version``, in the order of their reports."""
 
-    def report(self, source: WeightSource) -> None:
+    @property
+    def newest(self) -> NewestVersion | None:
+        """The answer to ``FollowVersions`` requests; None while no version is known."""
+        return None if self._version is None else NewestVersion(self._version, tuple(self._sources))
+
+    def report(self, source: Incarnation, version: Version) -> None:
         """Record which version ``source`` serves. Repeating a report changes nothing."""
-        version = source.version
-        if version is None:
-            return
-        if is_trainer(source.incarnation.replica) and (self._version is None or version > self._version):
+        self._held[source] = version
+        if self._version is None or version > self._version:
             self._version, self._sources = version, {}
-        full = len(self._sources) >= MAX_SOURCES and source.incarnation not in self._sources
-        if version == self._version and not full and self._sources.get(source.incarnation) != source:
-            self._sources[source.incarnation] = source
-            self._update_newest()
+        if version == self._version:
+            self._sources[source] = None
 
     def remove(self, is_fenced: Callable[[Incarnation], bool]) -> None:
-        """Remove fenced sources. A version whose last source is removed is forgotten."""
-        remaining = {incarnation: source for incarnation, source in self._sources.items() if not is_fenced(incarnation)}
-        if remaining != self._sources:
-            self._sources = remaining
-            self._update_newest()
-
-    def _update_newest(self) -> None:
-        if not self._sources:
-            self._version = None
-        self.newest = None if self._version is None else NewestVersion(self._version, tuple(self._sources.values()))
+        """Remove fenced sources. If all sources of the newest version are fenced, an older version is the newest."""
+        self._held = {source: version for source, version in self._held.items() if not is_fenced(source)}
+        self._version = max(self._held.values(), default=None)
+        self._sources = {source: None for source, version in self._held.items() if version == self._version}
 
 
 class VersionStore(Protocol):
@@ -70,20 +58,17 @@ class VersionStore(Protocol):
 
     @property
     def newest_version(self) -> NewestVersion | None:
-        """The newest weight version and its sources: a new object after each change."""
+        """The newest weight version and its sources."""
         ...
 
-    def report_version(self, source: WeightSource) -> Denied | NotReady | None:
+    def report_version(self, source: Incarnation, version: Version | None) -> Denied | NotReady | None:
         """Record the version that ``source`` serves, if any. Return why the report is rejected; None if accepted."""
         ...
 
 
 def report_and_read(store: VersionStore, request: FollowVersions) -> NewestVersion | NotReady | Denied:
     """Report the version that the sender serves, and return the newest known version."""
-    source = WeightSource(
-        request.incarnation, request.weight_address or "", request.weight_version if request.weight_address else None
-    )
-    return store.report_version(source) or store.newest_version or NotReady()
+    return store.report_version(request.incarnation, request.weight_version) or store.newest_version or NotReady()
 
 
 class _Following(Struct):
@@ -105,7 +90,7 @@ class Followers:
         self._store = store
         self._waiting: dict[Incarnation, _Following] = {}
         self._arrived: set[Incarnation] = set()
-        self._answered_version: NewestVersion | None = None
+        self._answered_version: Version | None = None
         """Newest version when all requests were last evaluated."""
         self._evaluate_all = False
 
@@ -128,8 +113,9 @@ class Followers:
         """Return the answers that can be given now, and remove their requests."""
         for incarnation in self._arrived:
             report_and_read(self._store, self._waiting[incarnation].incoming.message)
-        changed = self._store.newest_version is not self._answered_version
-        self._answered_version = self._store.newest_version
+        newest = self._store.newest_version
+        version = None if newest is None else newest.version
+        changed, self._answered_version = version != self._answered_version, version
         incarnations = list(self._waiting) if changed or self._evaluate_all or self.due <= now else list(self._arrived)
         self._evaluate_all = False
         self._arrived.clear()

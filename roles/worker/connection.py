@@ -30,23 +30,22 @@ from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
 from ...core.run_spec import RoleTraits, TransportSpec
-from ...core.types import NodeName, ReplicaId, Version, is_trainer
+from ...core.types import Incarnation, NodeName, ReplicaId, Version, is_trainer
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.weights.base import WeightTransport
-from ...transport.weights.pull import AdaptiveTimeout, PullFailed, pull, select_sources
+from ...transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull, select_sources
 from ...transport.weights.select import open_transport
 from ...transport.weights.store import StoredVersion, WeightStore
 from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import assigned_gpus_with_timeout
 from ..launcher.process_group import select_gpus
 from ..trajectories.client import Refused, TrajectoryClient, store_address
-from ..trajectories.types import FollowVersions, GetMetrics, StepMetrics
+from ..trajectories.types import FollowVersions, GetMetrics, NewestVersion, StepMetrics
 from .commit_reports import CommitReports
 from .main_thread import ProbeResponder, SelfFaults
 from .status.work_status import WorkStatus
-from .weight_sources import Superseded, WeightSources, unless_set
 
 _log = logging.getLogger("rrl.worker")
 
@@ -68,6 +67,48 @@ CLOCK_REPORT_INTERVAL_S = 5.0
 """Minimum time (s) between two heartbeats that also report the clock."""
 
 T = TypeVar("T")
+
+
+class Superseded(PullFailed):
+    """A pull is dropped because its source failed and a newer version is available."""
+
+
+class WeightSources:
+    """Which weight version a rollout pulls next, and from where. Used by one asyncio loop only.
+
+    The manager's ``Peers`` has the addresses of all processes that serve weights (the relay chains are derived from
+    this list), and no fenced incarnation. The store names the newest version and the processes that serve it.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: dict[Incarnation, str] = {}
+        self._newest: NewestVersion | None = None
+
+    def on_peers(self, peers: msg.Peers) -> None:
+        """Record the manager's newest ``Peers``; the caller drops outdated messages."""
+        self._addresses = {one.incarnation: one.weight_address for one in peers.peers.values() if one.weight_address}
+
+    def on_newest_version(self, newest: NewestVersion | None) -> None:
+        """Record the store's answer. None, which a store returns after a restart, changes nothing."""
+        self._newest = newest or self._newest
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version that a process serves whose address is known; None if there is none."""
+        newest = self._newest
+        return newest.version if newest is not None and not self._addresses.keys().isdisjoint(newest.sources) else None
+
+    def sources(self) -> tuple[WeightSource, ...]:
+        """Return every process that serves weights, with the newest version if it has that.
+
+        A trainer that does not have this version has published none, or is a further member of a gang.
+        """
+        version = {} if self._newest is None else dict.fromkeys(self._newest.sources, self._newest.version)
+        return tuple(
+            WeightSource(one, address, version.get(one))
+            for one, address in self._addresses.items()
+            if one in version or not is_trainer(one.replica)
+        )
 
 
 class Stopping(Exception):
@@ -111,7 +152,7 @@ class ManagerConnection:
         self._store: TrajectoryClient | None = None
         self._weight_sources = WeightSources()
         self._sources_changed = asyncio.Event()
-        """Set when the manager or the store reported new versions or weight sources."""
+        """Set when the manager reported addresses, or the store a version or its sources."""
         self._served_version_changed = asyncio.Event()
         """Set when this process starts to serve a version."""
 
@@ -443,8 +484,8 @@ class ManagerConnection:
     async def _exchange_versions(self) -> None:
         """Report to the store which version this process serves, and receive the newest version and its sources.
 
-        The manager distributes the same information, but may be frozen or dead. One request to the store is open nearly
-        all the time: it is replaced when this process serves another version, and repeated when the store restarts.
+        One request to the store is open nearly all the time: it is replaced when this process serves another version,
+        and repeated when the store restarts.
         """
         known: Version | None = None
         while True:
@@ -457,8 +498,8 @@ class ManagerConnection:
                     continue
                 known = version
             try:
-                following = self.store.ask(FollowVersions, self._weight_address, version, known)
-                newest = await unless_set(self._served_version_changed, following)
+                following = self.store.ask(FollowVersions, version, known)
+                newest = await _unless_set(self._served_version_changed, following)
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)
                 continue
@@ -495,7 +536,7 @@ class ManagerConnection:
             dropped = 0
             self.announce_version(newest)
 
-    def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
+    def _sources(self, version: Version, direct: bool) -> tuple[WeightSource, ...]:
         """Return the sources of ``version``, the publisher first if ``direct``; called again when a source failed."""
         if self._weight_sources.newest != version:
             raise Superseded(f"{version} is superseded")
@@ -528,3 +569,14 @@ def _die_on_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("a task of the connection to the manager failed; this process exits: %r", error)
         os._exit(1)
+
+
+async def _unless_set(event: asyncio.Event, request: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``request``; cancel it and return None if ``event`` is set first."""
+    requesting, waiting = asyncio.create_task(request), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((requesting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return requesting.result() if requesting.done() else None
+    finally:
+        requesting.cancel()
+        waiting.cancel()

@@ -22,8 +22,9 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ...core.types import ReplicaId, Version, is_trainer, natural_sort_key
-from ..messages import WeightSource
+from msgspec import Struct
+
+from ...core.types import Incarnation, ReplicaId, Version, is_trainer, natural_sort_key
 from ..streams.connection import TransportError
 from .base import STARVATION_TIMEOUT_S, WeightTransport
 from .manifest import Manifest
@@ -33,6 +34,16 @@ _HEADS_PER_TAIL = 2
 """Number of chains that begin at the publisher, and of chains that continue from the tail of each earlier chain. With
 two, the path to the last receiver grows with the logarithm of the number of receivers; with more, too many transfers
 would share one NIC."""
+
+
+class WeightSource(Struct, frozen=True):
+    """A process that serves weights, and the address at which they can be pulled."""
+
+    incarnation: Incarnation
+    address: str
+    version: Version | None = None
+    """Newest complete version of the source, as far as it is known; None if it has none. The source may also have an
+    older version, or be receiving a newer version."""
 
 
 def select_sources(

@@ -46,7 +46,7 @@ JOB = resolve(
 
 
 class Manager(FirstManager):
-    """Welcomes every worker once ``welcoming`` is set, and sends it the store's address."""
+    """Welcomes every worker once ``welcoming`` is set, and sends all workers the addresses of store and workers."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener)
@@ -61,10 +61,20 @@ class Manager(FirstManager):
             self.peers[incoming.message.incarnation] = incoming.peer
             if isinstance(incoming.message, Hello):
                 await self.welcoming.wait()
-                await self.listener.send(incoming.peer, Welcome(incoming.message.incarnation, self.current))
+                await self._welcome(incoming.peer, incoming.message)
+
+    async def _welcome(self, peer: bytes, hello: Hello) -> None:
+        self._add(Peer(hello.incarnation, hello.listen_address, True, hello.weight_address))
+        await self.listener.send(peer, Welcome(hello.incarnation, self.current))
+        for other in self.peers:
+            if other != hello.incarnation and other.replica in self.current.peers:
+                await self.send(other, self.current)
 
     def store_is(self, endpoint: str, epoch: int = STORE.number) -> None:
-        peers = {STORE.replica: Peer(crew.incarnation_of(STORE.replica, epoch), endpoint, joined=True)}
+        self._add(Peer(crew.incarnation_of(STORE.replica, epoch), endpoint, joined=True))
+
+    def _add(self, peer: Peer) -> None:
+        peers = {**self.current.peers, peer.incarnation.replica: peer}
         self.current = Peers(self.listener.epoch, self.current.seq + 1, peers)
 
     async def stop(self, incarnation: Incarnation) -> None:

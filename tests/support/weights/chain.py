@@ -13,10 +13,9 @@ from typing import TypeVar
 from rrl.core.types import ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import CHUNK, SECRET, SIZE, SpyTransport, child, transport_for, weight_source
-from rrl.transport.messages import WeightSource
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import AdaptiveTimeout, pull, select_sources
+from rrl.transport.weights.pull import AdaptiveTimeout, WeightSource, pull, select_sources
 from rrl.transport.weights.store import WeightStore
 
 LENGTH = 8

@@ -1,10 +1,10 @@
 """A process that publishes and receives weights, as the torture test and benchmarks/weights.py command it.
 
 The process is controlled over a socket. It publishes, and follows the newest version, by the code of the roles
-(:class:`rrl.roles.worker.connection.ManagerConnection`). There is no manager; the driver sends the sources of a
-version. ``python -m rrl.tests.support.weights.member FD KIND`` is a nursery, which imports all modules once, and forks
-a member for each socket that it receives. So a restart costs as much as a role's restart after its imports. All members
-end with the process that started the nursery, even if they are stopped.
+(:class:`rrl.roles.worker.connection.ManagerConnection`). There is no manager and no store; the driver sends the newest
+version and its sources. ``python -m rrl.tests.support.weights.member FD KIND`` is a nursery, which imports all modules
+once, and forks a member for each socket that it receives. So a restart costs as much as a role's restart after its
+imports. All members end with the process that started the nursery, even if they are stopped.
 
 The content of a version follows from its number, so every process can verify every byte.
 """
@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ROLE_TRAITS, TransportSpec
 from rrl.core.types import NodeName, Version
+from rrl.roles.trajectories.types import NewestVersion
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.weights.orders import (
     MAX_LINE_BYTES,
@@ -57,7 +58,7 @@ from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.manifest import ManifestBuilder
-from rrl.transport.weights.pull import PullFailed
+from rrl.transport.weights.pull import PullFailed, WeightSource
 from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import StoredVersion, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
@@ -70,6 +71,19 @@ _PIECE = 2**23
 """Bytes that are compared in one step."""
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2)."""
+
+
+def announce(
+    connection: ManagerConnection, number: int, newest: Version | None, sources: Iterable[WeightSource]
+) -> None:
+    """Give a connection the addresses of ``sources`` like a manager, and ``newest`` with its sources like a store."""
+    sources = tuple(sources)
+    peers = {
+        one.incarnation.replica: msg.Peer(one.incarnation, joined=True, weight_address=one.address) for one in sources
+    }
+    holders = tuple(one.incarnation for one in sources if one.version == newest)
+    connection._weight_sources.on_newest_version(None if newest is None else NewestVersion(newest, holders))
+    connection._update_peers(msg.Peers(1, number, peers))
 
 
 def seed_of(version: Version) -> int:
@@ -132,12 +146,12 @@ class _Connection(ManagerConnection):
 
     def receive(self, message: Peers) -> None:
         self._received += 1
-        self._update_peers(msg.Peers(1, self._received, {}, message.newest, message.sources))
+        announce(self, self._received, message.newest, message.sources)
 
     def announce_version(self, version: Version) -> None:
         self._report_version(version)
 
-    def _sources(self, version: Version, direct: bool) -> tuple[msg.WeightSource, ...]:
+    def _sources(self, version: Version, direct: bool) -> tuple[WeightSource, ...]:
         try:
             return super()._sources(version, direct)
         except PullFailed as error:

@@ -16,7 +16,7 @@ import msgspec
 
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights import orders as say
-from rrl.transport.messages import WeightSource
+from rrl.transport.weights.pull import WeightSource
 
 TIMEOUT_S = 120.0
 """Deadline (s) of each operation of a member, which only a broken build reaches."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from rrl.core.types import Incarnation, Version
-from rrl.transport.messages import WeightSource
 from rrl.transport.weights.manifest import CHUNK_BYTES
+from rrl.transport.weights.pull import WeightSource
 
 MAX_LINE_BYTES = 2**20
 """Largest size of a line in bytes."""
@@ -39,7 +39,7 @@ class Publish(Struct, frozen=True, tag=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """The message of a manager: the newest version, and the processes that serve weights."""
+    """The messages of manager and store: the newest version, and the processes that serve weights."""
 
     newest: Version | None
     sources: tuple[WeightSource, ...]

@@ -12,10 +12,9 @@ import os
 import sys
 
 from rrl.core.types import Incarnation, ReplicaId, Version
-from rrl.transport.messages import WeightSource
 from rrl.transport.weights.base import WeightTransport
 from rrl.transport.weights.manifest import Manifest, describe
-from rrl.transport.weights.pull import AdaptiveTimeout, pull
+from rrl.transport.weights.pull import AdaptiveTimeout, WeightSource, pull
 from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
-from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S, WeightTransport
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import AdaptiveTimeout
+from rrl.transport.weights.pull import AdaptiveTimeout, WeightSource
 from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import WeightStore
 

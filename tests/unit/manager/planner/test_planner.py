@@ -19,10 +19,10 @@ from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launc
 from rrl.manager.model.reduce_replicas import RETRY_PAUSE_S
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
+from rrl.manager.peer_directory import build_directory
 from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.manager.planner.deadlines import MIN_WALLTIME_MARGIN_S, UNSATISFIABLE_AFTER_S
-from rrl.manager.planner.peer_directory import build_directory
 from rrl.manager.planner.shutdown import final_reason
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, fail, found, lost, requests, rungs
@@ -755,11 +755,11 @@ def test_trainer_of_a_cancelled_run_is_stopped_first_if_commits_cover_several_st
     world.cancel()
     world.play(lambda: bool(world.decided(StopStep)))
     assert {stop.incarnation.replica for stop in world.decided(StopStep)} == first
-    assert TRAINER in build_directory(world.state).peers, (
+    assert TRAINER in build_directory(world.state, 1).peers, (
         "the trainer is not in the directory, though the store still accepts its commit"
     )
     world.play()
-    assert build_directory(world.state).peers == {}
+    assert build_directory(world.state, 1).peers == {}
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 

@@ -29,7 +29,6 @@ from rrl.tests.support.roles.trajectories.crew import (
     score,
     segment,
 )
-from rrl.transport.messages import WeightSource
 
 ENDPOINT = incarnation_of("endpoint/0")
 NOW, WAITED_S = 500.0, 40.0
@@ -43,7 +42,7 @@ def of_endpoint(folder: Path, **changed: object) -> Store:
 
 
 def published(store: Store) -> Store:
-    assert store.report_version(WeightSource(TRAINER, "tcp://127.0.0.1:1", Version(0, TRAINER.number))) is None
+    assert store.report_version(TRAINER, Version(0, TRAINER.number)) is None
     return store
 
 

@@ -80,7 +80,7 @@ from rrl.tests.support.roles.trajectories.store_process import (
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Peer, Peers, Probe, ProbeReply, WeightSource
+from rrl.transport.messages import Peer, Peers, Probe, ProbeReply
 
 DEADLINE = 60.0
 clients = partial(open_clients, DEADLINE)
@@ -858,13 +858,9 @@ def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_pat
         script.send_request(0, FollowVersions(ROLLOUT, wait=DEADLINE))
         await script.until(lambda: server._followers.due < math.inf)
         version = Version(4, 1)
-        script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        script.send_request(1, FollowVersions(TRAINER, version, version, wait=0.0))
         await script.until(lambda: len(script.replies) == 2)
-        assert (
-            script.replies[0]
-            == script.replies[1]
-            == NewestVersion(version, (WeightSource(TRAINER, "tcp://trainer", version),))
-        )
+        assert script.replies[0] == script.replies[1] == NewestVersion(version, (TRAINER,))
 
     _serve(tmp_path, play, served.append)
     assert sum(served) == 0
@@ -874,7 +870,7 @@ def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) 
     async def play(store: Store, server: Server, script: Script) -> None:
         late, version = incarnation_of("rollout/7"), Version(4, 1)
         script.send_request(0, FollowVersions(late, wait=DEADLINE))
-        script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        script.send_request(1, FollowVersions(TRAINER, version, version, wait=0.0))
         await script.until(lambda: 1 in script.replies)
         assert 0 not in script.replies
         server.update_membership(frozenset((*ALL, late)))

@@ -14,10 +14,9 @@ from rrl.core.types import Incarnation, Version, member_id
 from rrl.roles.trajectories.episodes.requests import StoreAnswer as Answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, FollowVersions, NewestVersion, NotReady
-from rrl.roles.trajectories.versions import MAX_SOURCES, Followers
+from rrl.roles.trajectories.versions import Followers
 from rrl.tests.support.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, incarnation_of, open_store
 from rrl.transport.control.endpoints import Incoming
-from rrl.transport.messages import WeightSource
 
 NEXT_TRAINER = incarnation_of("trainer/0", 2)
 WAIT = 10.0
@@ -30,90 +29,80 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def weight_source(of: Incarnation, step: int, incarnation: int = 1) -> WeightSource:
-    return WeightSource(of, f"tcp://{of}", Version(step, incarnation))
-
-
 def newest(store: Store) -> tuple[Version, list[Incarnation]] | None:
     named = store.newest_version
-    return None if named is None else (named.version, [holder.incarnation for holder in named.sources])
+    return None if named is None else (named.version, list(named.sources))
 
 
 # ── accepted reports ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_trainer_announces_the_newest_version_and_rollouts_that_serve_it_become_sources(store: Store) -> None:
     assert newest(store) is None
-    assert store.report_version(weight_source(TRAINER, 4)) is None
-    assert store.report_version(weight_source(ROLLOUT, 4)) is None
+    assert store.report_version(TRAINER, Version(4, 1)) is None
+    assert store.report_version(ROLLOUT, Version(4, 1)) is None
     # it serves an older version, so that no rollout should pull from it
-    assert store.report_version(weight_source(OTHER, 3)) is None
+    assert store.report_version(OTHER, Version(3, 1)) is None
     assert newest(store) == (Version(4, 1), [TRAINER, ROLLOUT])
-    assert store.report_version(weight_source(TRAINER, 5)) is None
+    assert store.report_version(TRAINER, Version(5, 1)) is None
     assert newest(store) == (Version(5, 1), [TRAINER])
 
 
-def test_rollout_cannot_announce_a_version_that_the_trainer_has_not_published(store: Store) -> None:
-    assert store.report_version(weight_source(ROLLOUT, 9)) is None
-    assert newest(store) is None
-    store.report_version(weight_source(TRAINER, 4))
-    store.report_version(weight_source(ROLLOUT, 9))
-    assert newest(store) == (Version(4, 1), [TRAINER])
+def test_rollouts_name_the_newest_version_to_a_restarted_store_whose_trainer_is_dead(store: Store) -> None:
+    assert store.report_version(OTHER, Version(7, 1)) is None
+    assert store.report_version(ROLLOUT, Version(8, 1)) is None
+    assert newest(store) == (Version(8, 1), [ROLLOUT])
+    assert store.report_version(NEXT_TRAINER, Version(5, 2)) is None
+    assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
 def test_superseded_trainer_cannot_announce_a_version(store: Store) -> None:
-    store.report_version(weight_source(TRAINER, 8))
-    assert store.report_version(weight_source(NEXT_TRAINER, 5, 2)) is None  # the trainer restarted from an earlier step
+    store.report_version(TRAINER, Version(8, 1))
+    assert store.report_version(NEXT_TRAINER, Version(5, 2)) is None  # the trainer restarted from an earlier step
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
-    refused = store.report_version(weight_source(TRAINER, 9))
+    refused = store.report_version(TRAINER, Version(9, 1))
     assert isinstance(refused, Denied)
     assert refused.fenced
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
 def test_later_version_of_a_dead_trainer_reported_by_a_rollout_does_not_replace_its_successors(store: Store) -> None:
-    store.report_version(weight_source(TRAINER, 8))
-    store.report_version(weight_source(NEXT_TRAINER, 5, 2))
-    store.report_version(weight_source(ROLLOUT, 8, 1))
+    store.report_version(TRAINER, Version(8, 1))
+    store.report_version(NEXT_TRAINER, Version(5, 2))
+    store.report_version(ROLLOUT, Version(8, 1))
     assert newest(store) == (Version(5, 2), [NEXT_TRAINER])
 
 
 def test_trainer_cannot_announce_a_version_of_another_incarnation(store: Store) -> None:
-    assert isinstance(store.report_version(weight_source(TRAINER, 4, 2)), Denied)
+    assert isinstance(store.report_version(TRAINER, Version(4, 2)), Denied)
     assert newest(store) is None
 
 
 def test_only_rank_0_of_a_gang_announces_versions(store: Store) -> None:
     second = incarnation_of(member_id(TRAINER.replica, 1))
-    assert isinstance(store.report_version(weight_source(second, 4)), Denied)
+    assert isinstance(store.report_version(second, Version(4, 1)), Denied)
     assert newest(store) is None
 
 
 def test_unreported_rollout_is_answered_not_ready(store: Store) -> None:
-    store.report_version(weight_source(TRAINER, 4))
+    store.report_version(TRAINER, Version(4, 1))
     late = incarnation_of("rollout/7")
-    assert store.report_version(weight_source(late, 4)) == NotReady()
+    assert store.report_version(late, Version(4, 1)) == NotReady()
     store.update_membership([*ALL, late])
-    assert store.report_version(weight_source(late, 4)) is None
+    assert store.report_version(late, Version(4, 1)) is None
     assert newest(store) == (Version(4, 1), [TRAINER, late])
 
 
-def test_fenced_holders_are_removed_and_a_version_goes_with_its_last_holder(store: Store) -> None:
-    store.report_version(weight_source(TRAINER, 4))
-    store.report_version(weight_source(ROLLOUT, 4))
+def test_version_whose_last_source_is_fenced_gives_way_to_an_older_one(store: Store) -> None:
+    store.report_version(OTHER, Version(3, 1))
+    store.report_version(TRAINER, Version(4, 1))
+    store.report_version(ROLLOUT, Version(4, 1))
     store.update_membership([ROLLOUT, OTHER, REWARD])
     assert newest(store) == (Version(4, 1), [ROLLOUT])
     store.update_membership([OTHER, REWARD])
+    assert newest(store) == (Version(3, 1), [OTHER])
+    store.update_membership([REWARD, NEXT_TRAINER])
     assert newest(store) is None
-    store.update_membership([OTHER, REWARD, NEXT_TRAINER])
-    store.report_version(weight_source(NEXT_TRAINER, 3, 2))
+    store.report_version(NEXT_TRAINER, Version(3, 2))
     assert newest(store) == (Version(3, 2), [NEXT_TRAINER])
-
-
-def test_rollout_gets_at_most_max_sources(store: Store) -> None:
-    rollouts = [incarnation_of(f"rollout/{index}") for index in range(2 * MAX_SOURCES)]
-    store.update_membership([TRAINER, *rollouts])
-    for each in (TRAINER, *rollouts):
-        assert store.report_version(weight_source(each, 4)) is None
-    assert newest(store) == (Version(4, 1), [TRAINER, *rollouts[: MAX_SOURCES - 1]])
 
 
 # ── waiting rollouts ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,7 +118,7 @@ class StoreFollowers:
         self, of: Incarnation, known: Version | None = None, held_version: Version | None = None
     ) -> dict[int, Answer]:
         self.polls += 1
-        request = FollowVersions(of, f"tcp://{of}", held_version, known, WAIT)
+        request = FollowVersions(of, held_version, known, WAIT)
         self.followers.add(Incoming(b"peer", self.polls, request), self.now)
         return self.answers()
 
@@ -142,10 +131,10 @@ def test_waiting_rollout_receives_a_version_once_it_is_published(store: Store) -
     asking = StoreFollowers(store)
     assert asking.poll(ROLLOUT) == {}
     answer_sent = asking.poll(TRAINER, Version(4, 1), Version(4, 1))
-    assert answer_sent == {1: NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))}
+    assert answer_sent == {1: NewestVersion(Version(4, 1), (TRAINER,))}
     assert asking.poll(ROLLOUT, Version(4, 1), Version(4, 1)) == {}
     answer_sent = asking.poll(TRAINER, Version(5, 1), Version(5, 1))
-    assert answer_sent == {3: NewestVersion(Version(5, 1), (weight_source(TRAINER, 5),))}
+    assert answer_sent == {3: NewestVersion(Version(5, 1), (TRAINER,))}
 
 
 def test_wait_without_a_new_version_returns_the_current_sources(store: Store) -> None:
@@ -154,7 +143,7 @@ def test_wait_without_a_new_version_returns_the_current_sources(store: Store) ->
     asking.poll(ROLLOUT, Version(4, 1))
     assert asking.poll(OTHER, Version(4, 1), Version(4, 1)) == {}
     assert asking.answers(WAIT / 2) == {}
-    holders = (weight_source(TRAINER, 4), weight_source(OTHER, 4))
+    holders = (TRAINER, OTHER)
     assert asking.answers(WAIT / 2)[2] == NewestVersion(Version(4, 1), holders)
     assert asking.followers.due > 1e9, "a request still waits"
 
@@ -186,4 +175,4 @@ def test_rollout_gets_the_version_once_the_manager_has_reported_it(store: Store)
     assert asking.poll(late) == {}
     store.update_membership([*ALL, late])
     asking.followers.membership_changed()
-    assert asking.answers()[2] == NewestVersion(Version(4, 1), (weight_source(TRAINER, 4),))
+    assert asking.answers()[2] == NewestVersion(Version(4, 1), (TRAINER,))

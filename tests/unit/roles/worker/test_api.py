@@ -44,7 +44,6 @@ from rrl.transport.messages import (
     Peers,
     PhaseEntered,
     VersionAvailable,
-    WeightSource,
 )
 from rrl.transport.weights.manifest import Manifest, describe
 from rrl.transport.weights.store import WeightStore
@@ -745,7 +744,7 @@ class Receiver:
 
 @asynccontextmanager
 async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
-    """Yield (manager, publisher, receivers). The manager never names a version or a source."""
+    """Yield (manager, publisher, receivers). The manager names no version."""
     publisher = Publisher(trainer := scene.worker(crew.TRAINER))
     workers = [scene.worker(incarnation) for incarnation in rollouts]
     receivers = [Receiver(worker) for worker in workers]
@@ -822,8 +821,7 @@ def test_rollout_pulls_from_another_one_if_the_trainer_died_early(scene: Scene) 
         over = threading.Event()
         async with scene.manager() as manager, scene.serve(store) as endpoint:
             manager.store_is(endpoint)
-            dead = WeightSource(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
-            assert store.report_version(dead) is None
+            assert store.report_version(crew.TRAINER, Version(7, 1)) is None
             relay._connection.weights.offer(
                 held.manifest, held.flat
             )  # the version that this rollout had pulled before the trainer died

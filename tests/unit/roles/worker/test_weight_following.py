@@ -16,10 +16,11 @@ from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.listening_manager import TIMEOUT_S, lab
 from rrl.tests.support.weights.chain import Publisher, until
+from rrl.tests.support.weights.member import announce
 from rrl.tests.support.weights.source import content, described
 from rrl.tests.support.weights.transports import CHUNK, SECRET, SpyTransport, calm, served, transport_for, weight_source
-from rrl.transport.messages import Peers, WeightSource
 from rrl.transport.weights import pull
+from rrl.transport.weights.pull import WeightSource
 
 ME = Incarnation(ReplicaId("rollout/1"), 1)
 V1, V2, V3, V4 = (Version(step, 1) for step in (1, 2, 3, 4))
@@ -27,7 +28,7 @@ TRANSPORT = TransportSpec("tcp", chunk=CHUNK, chunk_deadline=TIMEOUT_S, chain=8)
 
 
 class Rollout:
-    """The part of a connection that follows weight versions. ``receive`` passes it a peer directory of the manager."""
+    """The part of a connection that follows weight versions. ``receive`` passes it reports of manager and store."""
 
     def __init__(self, connection: ManagerConnection, spy: SpyTransport) -> None:
         self.connection, self.spy = connection, spy
@@ -37,7 +38,7 @@ class Rollout:
 
     def receive(self, newest: Version, *holders: WeightSource) -> None:
         self._seq += 1
-        self.connection._update_peers(Peers(1, self._seq, {}, newest, holders))
+        announce(self.connection, self._seq, newest, holders)
 
     def arrived(self, version: Version) -> int:
         arriving = self.connection.weights._arriving
@@ -145,7 +146,7 @@ def test_rollout_pulls_from_the_publisher_after_two_dropped_versions(play: Play)
                     with relay.publishing():
                         relay.feed(3)
                         rollout.receive(
-                            version, weight_source(at, version=None), weight_source(gone, "rollout/0", None)
+                            version, weight_source(at, version=version), weight_source(gone, "rollout/0", None)
                         )
                         await until(lambda version=version: rollout.arrived(version) == 3)  # type: ignore[misc]
                         rollout.receive(newer, weight_source(at, version=newer), weight_source(gone, "rollout/0", None))

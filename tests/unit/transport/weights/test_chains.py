@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation, ReplicaId, Version, natural_sort_key
-from rrl.transport.messages import WeightSource
-from rrl.transport.weights.pull import select_sources
+from rrl.transport.weights.pull import WeightSource, select_sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
 PUBLISHER = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)

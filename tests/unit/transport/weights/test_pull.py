@@ -32,13 +32,12 @@ from rrl.tests.support.weights.transports import (
     transport_for,
     weight_source,
 )
-from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError, authenticate
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights.base import VersionUnavailable, WeightTransport
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, pull
+from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull
 from rrl.transport.weights.store import WeightStore
 
 

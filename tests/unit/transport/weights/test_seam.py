@@ -16,11 +16,10 @@ from rrl.core.run_spec import TransportSpec, WeightsSetting, WeightTransportName
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import KINDS
-from rrl.transport.messages import WeightSource
 from rrl.transport.streams.connection import TransportError, deadline
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import select
-from rrl.transport.weights.pull import pull
+from rrl.transport.weights.pull import WeightSource, pull
 from rrl.transport.weights.select import Capabilities, UntrustedNetwork, open_transport
 from rrl.transport.weights.store import WeightStore
 

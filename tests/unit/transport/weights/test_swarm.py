@@ -26,12 +26,11 @@ from rrl.tests.support.weights.transports import (
     served,
     weight_source,
 )
-from rrl.transport.messages import WeightSource
 from rrl.transport.streams import connection
 from rrl.transport.weights import pull, tcp, ucx
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed
+from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource
 from rrl.transport.weights.store import WeightStore
 
 HALF = 5

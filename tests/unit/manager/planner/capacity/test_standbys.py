@@ -15,9 +15,9 @@ from rrl.manager.model.queries import owner_of
 from rrl.manager.model.reduce_replicas import on_launch_intended, on_launch_rejected
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import AdmittedProcess, Status
+from rrl.manager.peer_directory import build_directory
 from rrl.manager.planner import plan
 from rrl.manager.planner.capacity.nodes import NodeInventory
-from rrl.manager.planner.peer_directory import build_directory
 from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_node_groups
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
@@ -359,7 +359,7 @@ def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
     inventory = NodeInventory(world.state, world.now)
     assert all(id.role != STANDBY_ROLE for occupants in inventory.occupancy().values() for id in occupants)
     assert N7 not in inventory.occupancy()
-    assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state).peers)
+    assert not any(id.startswith(STANDBY_ROLE) for id in build_directory(world.state, 1).peers)
 
 
 @pytest.mark.parametrize("broken", ["exited: MemoryError", "not started: no such command"])
@@ -411,17 +411,16 @@ def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
         world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
     expected = {node: f"tcp://{node}:1" for node in (N2, N3, N5)}
-    assert build_directory(world.state).snapshot_servers == expected
+    assert build_directory(world.state, 1).snapshot_servers == expected
     world.slow_to_stop = 5.0
     world.kill(M0)
     assert world.state.replica(M0).status is Status.WANTED
-    assert build_directory(world.state).snapshot_servers == expected
+    assert build_directory(world.state, 1).snapshot_servers == expected
     world.vanish(standby(N5).replica)
     world.kill(R0)
     world.happen(lost(N3, world.now))
     assert world.state.replica(M1).node == N3  # there is no other yet
-    assert N3 not in build_directory(world.state).snapshot_servers
-    assert build_directory(world.state).message(1, 2).snapshot_servers == build_directory(world.state).snapshot_servers
+    assert N3 not in build_directory(world.state, 1).snapshot_servers
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────

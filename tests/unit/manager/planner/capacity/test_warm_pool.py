@@ -17,8 +17,8 @@ from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
 from rrl.manager.model.queries import owner_of
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
+from rrl.manager.peer_directory import build_directory
 from rrl.manager.planner import plan
-from rrl.manager.planner.peer_directory import build_directory
 from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
@@ -464,8 +464,8 @@ def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
     for node in world.state.nodes:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
         world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
-    assert set(build_directory(world.state).snapshot_servers) == {N2, N6}
-    assert not any("standby" in id for id in build_directory(world.state).peers)
+    assert set(build_directory(world.state, 1).snapshot_servers) == {N2, N6}
+    assert not any("standby" in id for id in build_directory(world.state, 1).peers)
 
 
 def test_failed_standby_affects_no_replica_and_is_replaced() -> None:

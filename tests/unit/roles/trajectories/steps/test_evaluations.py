@@ -43,7 +43,6 @@ from rrl.tests.support.roles.trajectories.crew import (
     lease,
     score,
 )
-from rrl.transport.messages import WeightSource
 
 STEPS, EVERY, COUNT, SAMPLES = 5, 2, 3, 2
 NEXT = incarnation_of("trainer/0", 2)
@@ -70,8 +69,7 @@ def opened_twice(folder: Path) -> Store:
 
 def publish(store: Store, step: int, trainer: Incarnation = TRAINER) -> None:
     """Report that the trainer serves the weights of a step."""
-    source = WeightSource(trainer, "tcp://127.0.0.1:1", Version(step, trainer.number))
-    assert store.report_version(source) is None
+    assert store.report_version(trainer, Version(step, trainer.number)) is None
 
 
 def is_evaluated(items: Sequence[Item]) -> bool:
