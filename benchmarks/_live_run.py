@@ -91,7 +91,7 @@ def _events_at_work(state: State) -> Iterator[ev.Event]:
         yield ev.StepCommitted(trainer, step, {"reward": 0.5, "loss": 0.5, "tokens": 1e6})
         spent = (PhaseTime("generate", "", int(step * 1e9)),)
         yield ev.ClocksRecorded(tuple((one, ClockReading(1, step, spent)) for one in incarnations))
+        yield ev.WeightsRecorded(tuple((rollout, Version(step, 1)) for rollout in rollouts))
         for rollout in rollouts:
             yield ev.PhaseEntered(rollout, "wait_work")
-            yield ev.VersionAvailable(rollout, Version(step, 1))
             yield ev.PhaseEntered(rollout, "generate")

@@ -110,7 +110,9 @@ def _events_of(story: Story, step: int, started: Mapping[str, int]) -> Iterator[
             for incarnation in (trainer, *rollouts)
         )
     )
-    yield from (ev.VersionAvailable(id, Version(step, trainer.number)) for id in (trainer, *rollouts))
+    version = Version(step, trainer.number)
+    yield ev.VersionAvailable(trainer, version)
+    yield ev.WeightsRecorded(tuple((rollout, version) for rollout in rollouts))
 
 
 def _reading(number: int, steps: int) -> ClockReading:

@@ -152,10 +152,11 @@ def _events(steps: int) -> Iterator[tuple[float, ev.Event]]:
                 tuple((Incarnation(id, number), ClockReading(number, step, spent)) for id, number in current.items())
             ),
         )
-        yield at, ev.VersionAvailable(Incarnation(trainer, current[trainer]), Version(step, current[trainer]))
+        version = Version(step, current[trainer])
+        yield at, ev.VersionAvailable(Incarnation(trainer, current[trainer]), version)
+        yield at, ev.WeightsRecorded(tuple((Incarnation(rollout, current[rollout]), version) for rollout in rollouts))
         for index, rollout in enumerate(rollouts):
             own = Incarnation(rollout, current[rollout])
-            yield at + 0.01 * index, ev.VersionAvailable(own, Version(step, current[trainer]))
             yield at + 0.01 * index, ev.PhaseEntered(own, "generate" if (step + index) % 2 else "wait_work")
     why = Why((f"step {steps} of {steps} is committed",))
     yield at + 1, ev.Decided(Finish(Outcome.COMPLETED, why))

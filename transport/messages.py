@@ -69,6 +69,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """Text that `rrl status` shows beside the replica, for people only."""
     data: DataReport = DataReport()
     """In the store's heartbeat: what it knows about the data that the trainer needs next."""
+    weights: Version | None = None
+    """In the heartbeat of a process that gets weights: its newest complete version."""
 
 
 class ClockReport(Struct, frozen=True, tag=True):
@@ -97,7 +99,10 @@ class FirstWorkDone(Struct, frozen=True, tag=True):
 
 
 class VersionAvailable(Struct, frozen=True, tag=True):
-    """Sent by a worker that has a complete, verified weight version and serves it."""
+    """Sent by a worker that has a complete, verified weight version and serves it.
+
+    A trainer sends it for each version, another worker only for its first one; heartbeats report the later ones.
+    """
 
     incarnation: Incarnation
     version: Version

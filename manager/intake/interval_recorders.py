@@ -1,4 +1,4 @@
-"""Record the workers' clocks and the nodes' GPU use at long intervals, since no decision needs them."""
+"""Record the workers' clocks, the weights of rollouts and the nodes' GPU use at intervals: no decision needs them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from math import inf
 
 from ...core.phases import MAX_CLOCK_ENTRIES, ClockReading, PhaseTime
 from ...core.text import escaped
-from ...core.types import GpuUse, Incarnation, NodeName, is_support
+from ...core.types import GpuUse, Incarnation, NodeName, Version, is_support
 from ..context import RunContext
-from ..model.events import ClocksRecorded, GpuUseRecorded
+from ..model.events import ClocksRecorded, GpuUseRecorded, WeightsRecorded
 
 CLOCK_RECORD_INTERVAL_S = 60.0
 """Seconds after which the readings are recorded even if no step was committed."""
@@ -21,6 +21,11 @@ MAX_NAME_CHARS = 40
 """Maximum number of characters kept of the name of a phase or of an idle cause."""
 GPU_USE_RECORD_INTERVAL_S = 20.0
 """Minimum seconds between two records of GPU use. So people who look again after half a minute see new figures."""
+WEIGHTS_RECORD_INTERVAL_S = 1.0
+"""Minimum seconds between two records of weight versions: the usual interval of heartbeats."""
+RECORD_INTERVAL_PER_ROLLOUT_S = 0.01
+"""Seconds by which each rollout in a record delays this record. A version takes 50 bytes, so that records take less
+than 5 kB/s for any number of rollouts."""
 RECORD_INTERVAL_PER_NODE_S = 0.02
 """Seconds by which each node in a record delays the next record. A node takes 40 bytes, so that records take less than
 2 kB/s for any number of nodes."""
@@ -77,6 +82,25 @@ def _limited(clock: ClockReading) -> ClockReading:
         for time in clock.times[:MAX_CLOCK_ENTRIES]
     )
     return ClockReading(clock.began, max(0, clock.done), times)
+
+
+class WeightsRecorder:
+    """Keeps the weight versions that rollouts report to one manager, and records those that have changed together."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._unrecorded: dict[Incarnation, Version] = {}
+        self._recorded_at = -inf
+
+    def on_report(self, incarnation: Incarnation, version: Version) -> None:
+        """Keep the version that an incarnation holds, and record all changed versions if a record is due."""
+        if version != self._context.state().replica(incarnation.replica).weight_version:
+            self._unrecorded[incarnation] = version
+        pause = max(WEIGHTS_RECORD_INTERVAL_S, len(self._unrecorded) * RECORD_INTERVAL_PER_ROLLOUT_S)
+        if self._unrecorded and self._context.now() - self._recorded_at >= pause:
+            self._context.record(WeightsRecorded(tuple(self._unrecorded.items())))
+            self._recorded_at = self._context.now()
+            self._unrecorded = {}
 
 
 class GpuUseRecorder:

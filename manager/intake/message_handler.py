@@ -19,7 +19,7 @@ from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.phases import STOPPING
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
-from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, replica_id, role_of
+from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, is_trainer, replica_id, role_of
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming
 from ..context import RunContext
@@ -30,7 +30,7 @@ from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .finding_gate import FindingGate, is_agent_of
 from .hang_investigation import HangInvestigator
-from .interval_recorders import ClockRecorder, GpuUseRecorder
+from .interval_recorders import ClockRecorder, GpuUseRecorder, WeightsRecorder
 from .standby_promotion import StandbyPromoter
 
 _log = logging.getLogger("rrl.manager")
@@ -92,6 +92,7 @@ class MessageHandler:
         sent on the older connection may still arrive."""
         self.clock_recorder = ClockRecorder(context)
         self._gpu_use_recorder = GpuUseRecorder(context)
+        self._weights_recorder = WeightsRecorder(context)
         self._outside_recorded_at = 0.0
         """Manager's time (s) of the newest record of a wait for somebody outside of the run."""
         self._exit_record_task: asyncio.Task[None] | None = None
@@ -368,7 +369,8 @@ class MessageHandler:
                 )
             )
         self._update_phase(incarnation, message.phase)
-        if message.weight_version is not None and message.weight_version != replica.weight_version:
+        held = replica.weight_version
+        if message.weight_version not in (None, held) and (held is None or is_trainer(incarnation.replica)):
             self._context.record(ev.VersionAvailable(incarnation, message.weight_version))
         await self._context.send(incoming.peer, self._welcome(incarnation), None)
 
@@ -406,6 +408,8 @@ class MessageHandler:
         note = escaped(message.note[:MAX_NOTE_CHARS])
         if note != self._context.state().replica(incarnation.replica).note:
             self._context.record(ev.NoteChanged(incarnation, note))
+        if message.weights is not None:
+            self._weights_recorder.on_report(incarnation, message.weights)
         if incarnation.replica == STORE:
             self._record_outside_wait(incarnation, now)
 

@@ -180,7 +180,7 @@ class FirstWorkDone(Struct, frozen=True, tag=True):
 
 
 class VersionAvailable(Struct, frozen=True, tag=True):
-    """An incarnation holds a complete, verified weight version."""
+    """An incarnation holds a complete, verified weight version: each version of a trainer, the first of another one."""
 
     incarnation: Incarnation
     version: Version
@@ -321,6 +321,15 @@ class ClocksRecorded(Struct, frozen=True, tag=True):
     readings: tuple[tuple[Incarnation, ClockReading], ...]
 
 
+class WeightsRecorded(Struct, frozen=True, tag=True):
+    """The weight versions that rollouts hold now, for people only.
+
+    Contains the rollouts whose version has changed since the previous record.
+    """
+
+    versions: tuple[tuple[Incarnation, Version], ...]
+
+
 class GpuUseRecorded(Struct, frozen=True, tag=True):
     """The use of the nodes' GPUs, for people only.
 
@@ -377,6 +386,7 @@ Event = (
     | ClocksRecorded
     | Evaluated
     | ValuesLogged
+    | WeightsRecorded
     | GpuUseRecorded
     | EttrEstimated
     | RunEnded

@@ -418,6 +418,14 @@ def on_version_available(state: State, at: float, event: ev.VersionAvailable) ->
     return with_replica(state, replica.id, weight_version=event.version, advanced=replica.advanced or advanced)
 
 
+def on_weights_recorded(state: State, at: float, event: ev.WeightsRecorded) -> State:
+    """Record the weight versions that rollouts hold."""
+    for incarnation, version in event.versions:
+        if state.is_current(incarnation):
+            state = with_replica(state, incarnation.replica, weight_version=version)
+    return state
+
+
 def on_step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     """Record a committed training step. Steps may be reported in any order.
 

@@ -56,6 +56,7 @@ from .reduce_replicas import (
     on_stop_intended,
     on_stop_rejected,
     on_version_available,
+    on_weights_recorded,
     with_replica,
 )
 from .state import MAX_EVALUATIONS, Evaluation, PendingIntent, Replica, State
@@ -282,6 +283,7 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.StacksCollected: _on_stacks_collected,
     ev.BaselinesLearned: _on_baselines_learned,
     ev.ClocksRecorded: _on_clocks_recorded,
+    ev.WeightsRecorded: on_weights_recorded,
     ev.Evaluated: _on_evaluated,
     ev.ValuesLogged: _on_values_logged,
     ev.GpuUseRecorded: _on_gpu_use_recorded,

@@ -32,13 +32,14 @@ from ..model.table import as_dict
 
 _log = logging.getLogger("rrl.manager")
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the records. A journal of another version is refused with a one-line error.
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
 3: events, actions and fields of the state have the names of docs/glossary.md.
 4: the run spec contains what the roles read; network, weight transport and staleness moved into its tables.
-5: there are no preloaded processes; the manager records the ETTR."""
+5: there are no preloaded processes; the manager records the ETTR.
+6: later weight versions of rollouts are recorded together."""
 SEGMENT_RECORDS = 4000
 """Maximum number of records in a segment. Folding so many records takes about 50 ms."""
 MAGIC = b"RRLJ\n"

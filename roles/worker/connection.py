@@ -243,9 +243,11 @@ class ManagerConnection:
 
     def announce_version(self, version: Version) -> None:
         """Report to the manager and the store that ``version`` is complete and served by this process."""
+        first = not self._new_version.is_set()
         self._new_version.set()
         self.call_soon(self._served_version_changed.set)
-        self.call_soon(self._send_if_connected, msg.VersionAvailable(self.launch.incarnation, version))
+        if first or self._traits.trains:  # the heartbeats report the later versions of a rollout
+            self.call_soon(self._send_if_connected, msg.VersionAvailable(self.launch.incarnation, version))
 
     def wait_version(self, timeout: float) -> StoredVersion | None:
         """Return the newest complete version; wait up to ``timeout`` seconds for the first one."""
@@ -366,7 +368,6 @@ class ManagerConnection:
         await self._dialer.close()
 
     def _hello(self) -> msg.Hello:
-        stored = self.weights.current()
         self._reported_phase, _ = self.status.reported_phase()
         self._commits.on_hello()
         return msg.Hello(
@@ -378,7 +379,7 @@ class ManagerConnection:
             phase=self._reported_phase,
             listen_address=self._listen_address,
             weight_address=self._weight_address,
-            weight_version=stored.manifest.version if stored else None,
+            weight_version=self._held_version(),
             gpus=self._gpus,
         )
 
@@ -388,10 +389,15 @@ class ManagerConnection:
     def _find_store(self) -> Address | None:
         return store_address(self.peers)
 
+    def _held_version(self) -> Version | None:
+        """Return the newest complete weight version of this process, or None if it has none."""
+        stored = self.weights.current()
+        return stored.manifest.version if stored is not None else None
+
     def _weights_step(self) -> int | None:
         """Return the training step of the newest complete weights of this process, or None if it has none."""
-        stored = self.weights.current()
-        return stored.manifest.version.step if stored else None
+        version = self._held_version()
+        return None if version is None else version.step
 
     async def _receive_loop(self) -> None:
         while True:
@@ -439,7 +445,8 @@ class ManagerConnection:
         """Send heartbeats, but none while disconnected, because late heartbeats would give phases a wrong duration."""
         while True:
             if self._dialer.connected:
-                heartbeat = self.status.heartbeat(self.launch.incarnation)
+                weights = self._held_version() if self._traits.gets_weights else None
+                heartbeat = self.status.heartbeat(self.launch.incarnation, weights)
                 await self._dialer.send(heartbeat)
                 self._reported_phase = heartbeat.phase
                 if not self.launch.standby and self._loop.time() - self._clock_sent_at >= CLOCK_REPORT_INTERVAL_S:
@@ -490,8 +497,7 @@ class ManagerConnection:
         known: Version | None = None
         while True:
             self._served_version_changed.clear()
-            stored = self.weights.current()
-            version = stored.manifest.version if stored is not None else None
+            version = self._held_version()
             if is_trainer(self.launch.incarnation.replica):
                 if version is None:  # a publisher without a version has nothing to report or to request
                     await self._served_version_changed.wait()
@@ -518,9 +524,8 @@ class ManagerConnection:
         pace, dropped = AdaptiveTimeout(), 0
         while True:
             self._sources_changed.clear()
-            newest = self._weight_sources.newest
-            stored = self.weights.current()
-            if newest is None or (stored is not None and stored.manifest.version >= newest):
+            newest, held = self._weight_sources.newest, self._held_version()
+            if newest is None or (held is not None and held >= newest):
                 await self._sources_changed.wait()
                 continue
             try:

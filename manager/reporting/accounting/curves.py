@@ -58,13 +58,12 @@ class CurveRecorder:
         self._published: Version | None = None
         self._newest = 0
 
-    def on_version(self, event: ev.VersionAvailable, job: RunSpec) -> None:
-        """Record that an incarnation holds a weight version."""
-        replica = event.incarnation.replica
+    def on_version(self, replica: ReplicaId, version: Version, job: RunSpec) -> None:
+        """Record that the current incarnation of a replica holds a weight version."""
         if replica == TRAINER:
-            self._published = event.version
+            self._published = version
         elif job.traits_of(replica).gets_weights:
-            self._versions[replica] = event.version.step
+            self._versions[replica] = version.step
 
     def on_replica_down(self, replica: ReplicaId) -> None:
         """Drop the weight version of a replica that is down, so that it no longer counts as the oldest version."""

@@ -133,8 +133,12 @@ class Account:
         """Apply an event. The frequent weight versions and phases are passed only to the collectors that use them."""
         event, at = stamped.event, stamped.at
         before, self.now = self.now, at
+        if isinstance(event, ev.WeightsRecorded):
+            for incarnation, version in event.versions:
+                self.curves.on_version(incarnation.replica, version, self.job)
+            return
         if isinstance(event, ev.VersionAvailable):
-            self.curves.on_version(event, self.job)
+            self.curves.on_version(event.incarnation.replica, event.version, self.job)
             if self.interruptions.open:
                 self.interruptions.apply(stamped)
             if event.incarnation.replica == TRAINER:

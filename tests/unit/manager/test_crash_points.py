@@ -65,6 +65,7 @@ ELSEWHERE: set[type] = {
     ev.BaselinesLearned,
     ev.NoteChanged,
     ev.ValuesLogged,
+    ev.WeightsRecorded,
     ev.GpuUseRecorded,
     ev.OutsideWaitChanged,
     ev.ClusterUnknown,

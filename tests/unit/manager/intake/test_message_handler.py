@@ -153,6 +153,16 @@ def test_hello_records_phase_and_weight_version_for_a_new_manager(hearing: Handl
     assert len(hearing.events) == 4, "a repeated Hello was recorded again"
 
 
+def test_later_weights_of_a_rollout_come_by_heartbeat_and_are_recorded_at_intervals(hearing: Handling) -> None:
+    first, second, third = (Version(step, 1) for step in (3, 4, 5))
+    hearing.handle(WANTED, msgspec.structs.replace(HELLO, phase="generate", weight_version=first))
+    before = len(hearing.events)
+    for weights in (first, second, second, third):
+        hearing.handle(msg.Heartbeat(R1, "generate", 1, weights=weights))
+    hearing.handle(msgspec.structs.replace(HELLO, phase="generate", weight_version=third))
+    assert hearing.events[before:] == [ev.WeightsRecorded(((R1, second),))], "the time of the next record has not come"
+
+
 STRANGERS = (
     msgspec.structs.replace(HELLO, incarnation=R2),
     msg.Heartbeat(R2, "generate", 1),

@@ -688,6 +688,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
     ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
+    ev.WeightsRecorded: st.builds(ev.WeightsRecorded, st.lists(st.tuples(_incarnations, _versions)).map(tuple)),
     ev.StepCommitted: st.builds(
         ev.StepCommitted, _incarnations, st.integers(0, 3), st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})
     ),

@@ -782,6 +782,11 @@ def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -> None
                     publisher.steps.put(step)
                     for receiver in receivers:
                         await eventually(partial(receiver.has, step), f"version {step}")
+                newest = Version(3, 1)
+                await manager.wait_for(Heartbeat, lambda one: (one.incarnation, one.weights) == (crew.OTHER, newest))
+                reported = [one for one in manager.received if isinstance(one, VersionAvailable)]
+                assert [one.version.step for one in reported if one.incarnation == crew.TRAINER] == [1, 2, 3]
+                assert sum(one.incarnation == crew.OTHER for one in reported) == 1, "only the first of a rollout"
         store.close()
 
     play(story)
