@@ -85,6 +85,8 @@ class FaultTraits(Struct, frozen=True):
 
     effect: Effect
     target_kind: TargetKind
+    text: str
+    """What happens, for people who confirm the fault; may contain ``{target}`` and ``{amount:g}``."""
     by_signals: bool = False
     """True if the agent causes the fault from outside, mostly by signals, so that agents and programs without the
     worker API can be targets too."""
@@ -97,21 +99,66 @@ class FaultTraits(Struct, frozen=True):
 
 
 FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
-    FaultKind.KILL: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
-    FaultKind.FREEZE: FaultTraits(Effect.HANGS, TargetKind.REPLICA, by_signals=True, takes_seconds=True),
-    FaultKind.SLOW: FaultTraits(
-        Effect.SLOWS, TargetKind.REPLICA, by_signals=True, takes_seconds=True, amount="share of the time it runs"
+    FaultKind.KILL: FaultTraits(
+        Effect.DIES, TargetKind.REPLICA, "{target} gets SIGKILL, with all its processes.", by_signals=True
     ),
-    FaultKind.EXIT: FaultTraits(Effect.DIES, TargetKind.REPLICA, amount="exit code"),
-    FaultKind.EXCEPTION: FaultTraits(Effect.DIES, TargetKind.REPLICA),
-    FaultKind.OUT_OF_MEMORY: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
-    FaultKind.ENGINE_DEAD: FaultTraits(Effect.HANGS, TargetKind.REPLICA, takes_seconds=True),
-    FaultKind.KILL_STEP: FaultTraits(Effect.DIES, TargetKind.REPLICA, by_signals=True),
-    FaultKind.CRASH: FaultTraits(Effect.DIES, TargetKind.NODE, takes_seconds=True),
-    FaultKind.CUT: FaultTraits(Effect.CUT, TargetKind.NODE, takes_seconds=True, needs_seconds=True),
-    FaultKind.DELAY: FaultTraits(Effect.SLOWS, TargetKind.NODE, takes_seconds=True, needs_seconds=True, amount="ms"),
-    FaultKind.DISK_FULL: FaultTraits(Effect.STORAGE, TargetKind.RUN, takes_seconds=True, needs_seconds=True),
-    FaultKind.OUTAGE: FaultTraits(Effect.CLUSTER, TargetKind.RUN, takes_seconds=True, needs_seconds=True),
+    FaultKind.FREEZE: FaultTraits(
+        Effect.HANGS,
+        TargetKind.REPLICA,
+        "{target} is stopped (SIGSTOP) with all its processes.",
+        by_signals=True,
+        takes_seconds=True,
+    ),
+    FaultKind.SLOW: FaultTraits(
+        Effect.SLOWS,
+        TargetKind.REPLICA,
+        "{target} runs only {amount:g} of the time: it is stopped and continued ten times a second.",
+        by_signals=True,
+        takes_seconds=True,
+        amount="share of the time it runs",
+    ),
+    FaultKind.EXIT: FaultTraits(
+        Effect.DIES, TargetKind.REPLICA, "{target} exits with code {amount:g}.", amount="exit code"
+    ),
+    FaultKind.EXCEPTION: FaultTraits(
+        Effect.DIES, TargetKind.REPLICA, "An exception is raised in the code of {target}."
+    ),
+    FaultKind.OUT_OF_MEMORY: FaultTraits(
+        Effect.DIES,
+        TargetKind.REPLICA,
+        "{target} gets no more memory: its address space is limited to its size.",
+        by_signals=True,
+    ),
+    FaultKind.ENGINE_DEAD: FaultTraits(
+        Effect.HANGS, TargetKind.REPLICA, "{target} sends heartbeats, but does no work.", takes_seconds=True
+    ),
+    FaultKind.KILL_STEP: FaultTraits(
+        Effect.DIES, TargetKind.REPLICA, "The process that holds the step of {target} gets SIGKILL.", by_signals=True
+    ),
+    FaultKind.CRASH: FaultTraits(
+        Effect.DIES, TargetKind.NODE, "The node {target} is lost, with everything on it.", takes_seconds=True
+    ),
+    FaultKind.CUT: FaultTraits(
+        Effect.CUT, TargetKind.NODE, "The node {target} has no network.", takes_seconds=True, needs_seconds=True
+    ),
+    FaultKind.DELAY: FaultTraits(
+        Effect.SLOWS,
+        TargetKind.NODE,
+        "Each packet of the node {target} is delayed by {amount:g} ms.",
+        takes_seconds=True,
+        needs_seconds=True,
+        amount="ms",
+    ),
+    FaultKind.DISK_FULL: FaultTraits(
+        Effect.STORAGE,
+        TargetKind.RUN,
+        "The file system of the run directory is filled up.",
+        takes_seconds=True,
+        needs_seconds=True,
+    ),
+    FaultKind.OUTAGE: FaultTraits(
+        Effect.CLUSTER, TargetKind.RUN, "slurmctld does not answer.", takes_seconds=True, needs_seconds=True
+    ),
 }
 
 MANAGER = "manager"

@@ -18,29 +18,12 @@ from ....api.interventions import request_drain, request_restart
 from ....api.runs import read_state
 from ....api.watching.runs_watcher import WatchedRun
 from ....cluster.traits import traits_of
-from ....core.faults import FAULT_TRAITS, Fault, FaultKind, TargetKind
+from ....core.faults import FAULT_TRAITS, Fault, TargetKind
 from ....core.run_dir import RunDir, runs_root
 from ....core.types import TRAINER, NodeName, ReplicaId, gang_of
 from ....manager.model.queries import gang
 from ....manager.model.state import State
 from .details import replicas_on
-
-FAULT_TEXTS = {
-    FaultKind.KILL: "{target} gets SIGKILL, with all its processes.",
-    FaultKind.FREEZE: "{target} is stopped (SIGSTOP) with all its processes.",
-    FaultKind.SLOW: "{target} runs only {amount:g} of the time: it is stopped and continued ten times a second.",
-    FaultKind.EXIT: "{target} exits with code {amount:g}.",
-    FaultKind.EXCEPTION: "An exception is raised in the code of {target}.",
-    FaultKind.OUT_OF_MEMORY: "{target} gets no more memory: its address space is limited to its size.",
-    FaultKind.ENGINE_DEAD: "{target} sends heartbeats, but does no work.",
-    FaultKind.KILL_STEP: "The process that holds the step of {target} gets SIGKILL.",
-    FaultKind.CRASH: "The node {target} is lost, with everything on it.",
-    FaultKind.CUT: "The node {target} has no network.",
-    FaultKind.DELAY: "Each packet of the node {target} is delayed by {amount:g} ms.",
-    FaultKind.DISK_FULL: "The file system of the run directory is filled up.",
-    FaultKind.OUTAGE: "slurmctld does not answer.",
-}
-"""Text about the effect of each kind of fault (docs/faults.md)."""
 
 
 class Change(NamedTuple):
@@ -121,7 +104,7 @@ def drain_of(watched: WatchedRun, state: State, node: NodeName) -> Change:
 
 def injection_of(watched: WatchedRun, state: State, fault: Fault) -> Change:
     """Return the injection of a fault that the run accepts."""
-    effects = [FAULT_TEXTS[fault.kind].format(target=_fault_target(state, fault), amount=fault.amount)]
+    effects = [FAULT_TRAITS[fault.kind].text.format(target=_fault_target(state, fault), amount=fault.amount)]
     if fault.seconds:
         effects.append(f"It ends by itself after {fault.seconds:g} s.")
     elif FAULT_TRAITS[fault.kind].takes_seconds:

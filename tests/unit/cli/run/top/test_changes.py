@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.api.watching.runs_watcher import RunsWatcher, WatchedRun
-from rrl.cli.run.top.changes import FAULT_TEXTS, drain_of, injection_of, restart_of
+from rrl.cli.run.top.changes import drain_of, injection_of, restart_of
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import NodeName, OperationFailed, ReplicaId, UsageError
@@ -26,10 +26,6 @@ def watched(story: Story, root: Path) -> WatchedRun:
     managed(story.written(root))
     (found,) = RunsWatcher(now=lambda: story.now).poll()
     return found
-
-
-def test_every_kind_of_fault_has_a_text() -> None:
-    assert set(FAULT_TEXTS) == set(FaultKind)
 
 
 def test_restart_of_a_replica_without_a_process_is_described_as_a_start(root: Path) -> None:
