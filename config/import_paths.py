@@ -1,8 +1,8 @@
-"""The losses and the inference engines of rrl, by the name that job.toml has for each.
+"""The losses, inference engines and trackers of rrl, by the name that job.toml has for each.
 
-A row names the row's code as ``module:function``, which only the process that needs it imports. Instead of a row's
-name, job.toml may name code of the user in the same way. So a further loss or engine is a file and a row, or a file
-beside job.toml.
+A row names the row's code as ``module:function``, which only the process that needs it imports. So a further loss,
+engine or tracker is a file and a row. Instead of the name of a loss or engine, job.toml may name code of the user in
+the same way, in a file beside job.toml.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ LOSSES = {"grpo": "rrl.roles.trainer.losses:grpo"}
 LOSS_ARGUMENTS = ("tokens", "settings")
 ENGINE_ARGUMENTS = ("me", "model", "tokenizer")
 """What a loss and an engine are called with."""
+
+
+TRACKERS = {
+    "tensorboard": "rrl.manager.tracking.tensorboard:TensorBoardFiles",
+    "wandb": "rrl.manager.tracking.wandb:WandbRun",
+    "mlflow": "rrl.manager.tracking.mlflow:MlflowRun",
+}
+"""Import paths of the trackers (:class:`rrl.manager.tracking.base.Tracker`), each called with a ``TrackedRun``.
+The name is also that of the package that the tracker imports, and of the extra of rrl that installs it."""
 
 
 class EngineRow(Struct, frozen=True):

@@ -484,14 +484,11 @@ class EndpointSettings(Struct, frozen=True):
     reward_timeout: float | None = None
 
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-"""The trackers. Each is implemented in the module of that name in ``rrl.manager.tracking``."""
-
-
 class TrackSpec(Struct, frozen=True):
     """The trackers to which a run's steps are sent (:class:`rrl.config.job.schema.TrackTable`)."""
 
-    to: tuple[TrackerName, ...] = ()
+    to: tuple[str, ...] = ()
+    """Rows of :data:`rrl.config.import_paths.TRACKERS`."""
     project: str = ""
     timeout: float = 300.0
     """Time (s) without an answer after which a tracker counts as hung."""

@@ -98,11 +98,11 @@ def track(
             "--to",
             metavar="TRACKER",
             show_default=False,
-            help="tensorboard, wandb, mlflow; several times or with commas. Default: [track] to of the job.",
+            help="Name in [track] to, several times or with commas. Default: those of the job.",
         ),
     ] = None,
 ) -> None:
-    """Send the steps of a run to TensorBoard, wandb or MLflow, each step once, also of a run that has ended.
+    """Send the steps of a run to experiment trackers, each step once, also of a run that has ended.
 
     A run with [track] in its job does this by itself (docs/tracking.md). Keys and addresses of trackers come from
     this shell: WANDB_API_KEY, MLFLOW_TRACKING_URI. While the run goes on, its new steps are sent too.

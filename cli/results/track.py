@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any
 
 from ...api.runs import check_own, find_run, job_of
 from ...api.step_rows import step_rows
+from ...config.import_paths import TRACKERS
 from ...core.run_dir import RunDir
-from ...core.run_spec import TrackerName
 from ...core.text import escaped
 from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.step_metrics import StepRow
@@ -78,9 +78,6 @@ def _cells(row: StepRow) -> dict[str, Any]:
     }
 
 
-NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
-
-
 def track(name: str, to: Sequence[str]) -> int:
     """Send all steps of a run that the trackers do not have, and follow the run to its end; returns exit code 0.
 
@@ -114,15 +111,15 @@ def track(name: str, to: Sequence[str]) -> int:
     return 0
 
 
-def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
+def _trackers(run: RunDir, to: Sequence[str]) -> list[str]:
     """Return the trackers that the user names, else those of the job. Raises UsageError for an unusable tracker."""
     named = [one for text in to for one in text.split(",") if one]
-    if unknown := [one for one in named if one not in NAMES]:
-        raise UsageError(f'--to: no tracker "{unknown[0]}"; there are {", ".join(NAMES)}')
+    if unknown := [one for one in named if one not in TRACKERS]:
+        raise UsageError(f'--to: no tracker "{unknown[0]}"; there are {", ".join(TRACKERS)}')
     job = job_of(run)
-    trackers = [one for one in NAMES if one in named] if named else [*job.track.to] if job is not None else []
+    trackers = [one for one in TRACKERS if one in named] if named else [*job.track.to] if job is not None else []
     if not trackers:
-        raise UsageError(f"the job of {run.id} names no tracker; write for example: --to {NAMES[0]}")
+        raise UsageError(f"the job of {run.id} names no tracker; write for example: --to {next(iter(TRACKERS))}")
     if missing := [one for one in trackers if find_spec(one) is None]:
         raise UsageError(
             f"the package {missing[0]} is not installed here; pip install '.[{missing[0]}]' in rrl's clone"
@@ -130,7 +127,7 @@ def _trackers(run: RunDir, to: Sequence[str]) -> list[TrackerName]:
     return trackers
 
 
-def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
+def _start(run: RunDir, tracker: str) -> subprocess.Popen[bytes]:
     """Start a tracker's process. It ends with this command, and its output goes to a file of the run."""
     environment = os.environ | {TRACKER_ENV: mark_of(run, tracker)}
     argv = [sys.executable, "-P", "-m", MODULE, str(run.path), tracker, str(os.getpid()), UNTIL_END]
@@ -146,7 +143,7 @@ def _start(run: RunDir, tracker: TrackerName) -> subprocess.Popen[bytes]:
         )
 
 
-def _failure(run: RunDir, tracker: TrackerName, code: int) -> str:
+def _failure(run: RunDir, tracker: str, code: int) -> str:
     if code == LOCKED_EXIT:
         return f"another process sends the steps of {run.id} there, for example the process of its manager"
     reason = "it does not answer" if code == HUNG_EXIT else read_progress(run, tracker).error or f"exit code {code}"

@@ -17,8 +17,9 @@ from pydantic import AfterValidator, Field, model_validator
 from ...core import run_spec
 from ...core.faults import MANAGER
 from ...core.phases import PHASES
-from ...core.run_spec import TrackerName, WeightsSetting
+from ...core.run_spec import WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
+from ..import_paths import TRACKERS
 from ..prompt_file import SUFFIXES
 from .base import Duration, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
 from .faults import FaultsTable
@@ -350,7 +351,7 @@ class TransportTable(Table):
 class TrackTable(Table):
     """The experiment trackers that get each committed step of the run (docs/tracking.md)."""
 
-    to: Annotated[tuple[TrackerName, ...], Field(strict=False)] = _TRACK.to
+    to: Annotated[tuple[Literal[tuple(TRACKERS)], ...], Field(strict=False)] = _TRACK.to  # type: ignore[valid-type]
     """Trackers, each of which needs the extra of its name where the manager runs. Their keys and addresses come from
     variables in [env] passed: "WANDB_API_KEY", "MLFLOW_TRACKING_URI"."""
     project: str = _TRACK.project

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import math
 import os
 import signal
@@ -26,8 +27,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ...config.import_paths import TRACKERS
 from ...core.run_dir import RunDir
-from ...core.run_spec import TrackerName
 from ...core.text import on_one_line
 from ...core.types import Outcome
 from ...health.readers.isolation.process import set_parent_death_signal
@@ -60,7 +61,7 @@ def main() -> int:
     try:
         with locked(run, name, wait=mode == FOLLOW):
             end_leftovers(run, name)
-            TrackingProcess(run, name, mode, stopping).run()  # type: ignore[arg-type]
+            TrackingProcess(run, name, mode, stopping).run()
             return 0
     except Locked:
         return LOCKED_EXIT
@@ -76,7 +77,7 @@ def main() -> int:
 class TrackingProcess:
     """Follows the journal of one run, and sends its rows to one tracker."""
 
-    def __init__(self, run: RunDir, name: TrackerName, mode: str, stopping: threading.Event) -> None:
+    def __init__(self, run: RunDir, name: str, mode: str, stopping: threading.Event) -> None:
         self._run, self._name, self._mode, self._stopping = run, name, mode, stopping
         self._follower, self._rows = EventFollower(run), StepRows()
         self._unsent: list[StepRow] = []
@@ -161,22 +162,14 @@ class TrackingProcess:
         write_progress(self._run, self._name, progress)
 
 
-def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
     """Open a run in the tracker of this name. Its package is imported only here, because that takes seconds.
 
     Raises whatever the tracker raises, and ImportError if its package is not installed.
     """
-    if name == "tensorboard":
-        from .tensorboard import TensorBoardFiles
-
-        return TensorBoardFiles(run)
-    if name == "wandb":
-        from .wandb import WandbRun
-
-        return WandbRun(run)
-    from .mlflow import MlflowRun
-
-    return MlflowRun(run)
+    module, _, attribute = TRACKERS[name].partition(":")
+    tracker: Tracker = getattr(importlib.import_module(module), attribute)(run)
+    return tracker
 
 
 class Deadline:

@@ -19,7 +19,7 @@ import msgspec
 from ...core.command_runner import kill_session
 from ...core.role_environment import INHERITED_VARIABLES
 from ...core.run_dir import RunDir
-from ...core.run_spec import RunSpec, TrackerName
+from ...core.run_spec import RunSpec
 from .main import FOLLOW, HUNG_EXIT, ONCE
 from .tracker_files import TRACKER_ENV, end_leftovers, log_file, mark_of, read_progress
 
@@ -44,8 +44,8 @@ class TrackerSupervisor:
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         self._run, self._spec = run, spec
-        self._processes: dict[TrackerName, Process] = {}
-        self._tasks: dict[TrackerName, asyncio.Task[None]] = {}
+        self._processes: dict[str, Process] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Start the processes, and keep them running in the background."""
@@ -63,7 +63,7 @@ class TrackerSupervisor:
         await asyncio.gather(*(self._end(name, ended) for name in self._tasks))
         self._tasks = {}
 
-    async def _keep_running(self, name: TrackerName) -> None:
+    async def _keep_running(self, name: str) -> None:
         delay_s, step = RESTART_DELAY_S, -1
         while True:
             try:
@@ -83,7 +83,7 @@ class TrackerSupervisor:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
 
-    async def _start(self, name: TrackerName, mode: str) -> Process:
+    async def _start(self, name: str, mode: str) -> Process:
         environment = await asyncio.to_thread(self._prepare, name)
         with log_file(self._run, name).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -105,7 +105,7 @@ class TrackerSupervisor:
         self._processes[name] = process
         return process
 
-    def _prepare(self, name: TrackerName) -> dict[str, str]:
+    def _prepare(self, name: str) -> dict[str, str]:
         """Prepare the start of a tracker's process, and return the environment of the process. Raises OSError.
 
         The folder of the trackers is created, and the tracker's log is emptied if it is longer than
@@ -119,7 +119,7 @@ class TrackerSupervisor:
         passed = msgspec.json.decode(self._run.passed_env.read_bytes(), type=dict[str, str])
         return inherited | passed | {TRACKER_ENV: mark_of(self._run, name)}
 
-    async def _end(self, name: TrackerName, ended: bool) -> None:
+    async def _end(self, name: str, ended: bool) -> None:
         """Let a tracker's process send what is in the journal, for a limited time, and end the process."""
         process = self._processes.get(name)
         code: int | None = None

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import TrackerName
 from rrl.manager.storage.lease import holder
 from rrl.manager.tracking.tracker_files import TRACKER_ENV, log_file, read_progress
 from rrl.tests.support.runs import TIMEOUT_S, TestRun, light_job, submit_here
 
-TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 STEPS_AFTER_RESUME = 10
 MANY_STEPS = 100_000
 """Number of steps of the job: more than the run trains before it is cancelled."""
@@ -23,7 +22,7 @@ KEY_ENV, KEY = "TRACKER_TEST_KEY", "key-5a17c9"
 """An environment variable that the job passes to the trackers, as it would pass WANDB_API_KEY, and its value."""
 
 
-def tracked_job(steps: int, trackers: tuple[TrackerName, ...], extra: str = "") -> str:
+def tracked_job(steps: int, trackers: tuple[str, ...], extra: str = "") -> str:
     names = ", ".join(f'"{name}"' for name in trackers)
     passed = f'[env]\npassed = ["{KEY_ENV}", "WANDB_MODE", "MLFLOW_TRACKING_URI"]\n'
     return light_job("local", steps, spares=0, warm=False, extra=f"[track]\nto = [{names}]\n{extra}{passed}")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import TrackerName
 
 
-def sent(run: RunDir, tracker: TrackerName, metric: str) -> list[tuple[int, float]]:
+def sent(run: RunDir, tracker: str, metric: str) -> list[tuple[int, float]]:
     """Return (step, value) of a metric in the order of the tracker, including NaN and infinite values."""
     folder = run.trackers / tracker
     if tracker == "tensorboard":

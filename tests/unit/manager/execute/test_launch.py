@@ -15,7 +15,7 @@ from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatu
 from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackerName, TrackSpec, TransportSpec
+from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackSpec, TransportSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, standby_id
 from rrl.manager.execute.launch import (
     apptainer,
@@ -161,7 +161,7 @@ def test_passed_secrets_reach_roles_and_are_stored_in_private_files(
     [("rollout", ("wandb",), True), ("agents", (), True), ("agents", ("wandb",), False), ("reward", ("wandb",), False)],
 )
 def test_key_of_a_tracker_does_not_reach_roles_that_run_the_models_code(
-    run: RunDir, kind: str, trackers: tuple[TrackerName, ...], gets: bool
+    run: RunDir, kind: str, trackers: tuple[str, ...], gets: bool
 ) -> None:
     one = msgspec.structs.replace(role("direct"), name=kind, kind=kind)
     run_spec = run_spec_with("direct", roles=(one,), track=TrackSpec(trackers))

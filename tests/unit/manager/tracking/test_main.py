@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import TrackerName, TrackSpec
+from rrl.core.run_spec import TrackSpec
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.storage.journal import Journal
@@ -31,7 +31,7 @@ from rrl.tests.support.trackers.forked_process import PARENT, fork_server, start
 from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent, tensorboard_scalars
 
 pytestmark = pytest.mark.long
-TRACKERS: tuple[TrackerName, ...] = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 TIMEOUT_S = 120.0
 STEPS = 12
 """Number of steps of :meth:`Story.works`."""
@@ -76,15 +76,15 @@ class Recorded:
         journal.close()
         self._written = len(self.story.stamped)
 
-    def start(self, tracker: TrackerName, mode: str, program: str = PROGRAM, **env: str) -> ForkServerProcess:
+    def start(self, tracker: str, mode: str, program: str = PROGRAM, **env: str) -> ForkServerProcess:
         argv = (str(self.run.path), tracker, PARENT, mode)
         whole = {**os.environ, "WANDB_MODE": "offline", **env}
         return start(self._server, program, argv, whole, self.run.path, log_file(self.run, tracker))
 
-    def track(self, tracker: TrackerName, mode: str = ONCE, program: str = PROGRAM, **env: str) -> int | None:
+    def track(self, tracker: str, mode: str = ONCE, program: str = PROGRAM, **env: str) -> int | None:
         return exit_code(self.start(tracker, mode, program, **env))
 
-    def output(self, tracker: TrackerName) -> str:
+    def output(self, tracker: str) -> str:
         return log_file(self.run, tracker).read_text(errors="replace")
 
 
@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_kind(
-    recorded: Recorded, tracker: TrackerName
+    recorded: Recorded, tracker: str
 ) -> None:
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
     recorded.write()
@@ -132,7 +132,7 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_tracker_run_continues_after_the_end_and_a_resume(recorded: Recorded, tracker: TrackerName) -> None:
+def test_tracker_run_continues_after_the_end_and_a_resume(recorded: Recorded, tracker: str) -> None:
     recorded.story.ends(Outcome.FAILED, "rollout/0 failed too often")
     recorded.write()
     assert recorded.track(tracker, UNTIL_END) == 0, recorded.output(tracker)
@@ -153,7 +153,7 @@ def test_tracker_run_continues_after_the_end_and_a_resume(recorded: Recorded, tr
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_following_process_sends_new_steps_and_ends_on_sigterm(recorded: Recorded, tracker: TrackerName) -> None:
+def test_following_process_sends_new_steps_and_ends_on_sigterm(recorded: Recorded, tracker: str) -> None:
     process = recorded.start(tracker, FOLLOW)
     recorded.story.clocks("trainer/0", train=30.0)
     recorded.write()
