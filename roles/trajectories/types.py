@@ -433,9 +433,10 @@ class GetMetrics(Request[StoredMetrics], frozen=True, tag=True):
 class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
     """Report of the weight version that a trainer or rollout serves, and request for the newest version.
 
-    Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, and otherwise after ``wait``
-    seconds, so that the sender learns of new sources. If the store knows no version by then, it answers
-    :class:`NotReady`. Only the latest request of an incarnation is answered.
+    Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, or the membership changes while
+    the sender does not serve that version, and otherwise after ``wait`` seconds, so that the sender learns of new
+    sources. If the store knows no version by then, it answers :class:`NotReady`. Only the latest request of an
+    incarnation is answered.
     """
 
     weight_version: Version | None = None

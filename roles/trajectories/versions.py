@@ -116,15 +116,17 @@ class Followers:
         newest = self._store.newest_version
         version = None if newest is None else newest.version
         changed, self._answered_version = version != self._answered_version, version
-        incarnations = list(self._waiting) if changed or self._evaluate_all or self.due <= now else list(self._arrived)
-        self._evaluate_all = False
+        members_changed, self._evaluate_all = self._evaluate_all, False
+        incarnations = list(self._waiting) if changed or members_changed or self.due <= now else list(self._arrived)
         self._arrived.clear()
         answers: list[tuple[Incoming, NewestVersion | NotReady | Denied]] = []
         for incarnation in incarnations:
-            waiting = self._waiting[incarnation]
-            answer = report_and_read(self._store, waiting.incoming.message)
-            known = waiting.incoming.message.known
-            is_news = isinstance(answer, Denied) or (isinstance(answer, NewestVersion) and answer.version != known)
+            waiting, request = self._waiting[incarnation], self._waiting[incarnation].incoming.message
+            answer = report_and_read(self._store, request)
+            is_news = isinstance(answer, Denied)
+            if isinstance(answer, NewestVersion):  # who still pulls it may have lost all sources that it knows
+                is_pulled = members_changed and answer.version != request.weight_version
+                is_news = answer.version != request.known or is_pulled
             if is_news or waiting.until <= now:
                 answers.append((waiting.incoming, answer))
                 del self._waiting[incarnation]

@@ -148,6 +148,18 @@ def test_wait_without_a_new_version_returns_the_current_sources(store: Store) ->
     assert asking.followers.due > 1e9, "a request still waits"
 
 
+def test_rollout_that_pulls_a_version_learns_of_its_sources_as_soon_as_one_is_fenced(store: Store) -> None:
+    asking = StoreFollowers(store)
+    asking.poll(TRAINER, Version(4, 1), Version(4, 1))
+    assert asking.poll(ROLLOUT, Version(4, 1), Version(4, 1)) == {}
+    assert asking.poll(OTHER, Version(4, 1), Version(3, 1)) == {}
+    store.update_membership([ROLLOUT, OTHER, REWARD])
+    asking.followers.membership_changed()
+    answer_sent = asking.answers()
+    assert answer_sent.pop(3) == NewestVersion(Version(4, 1), (ROLLOUT,))
+    assert [type(answer) for answer in answer_sent.values()] == [Denied], "a rollout that has the version was answered"
+
+
 def test_only_the_latest_request_of_an_incarnation_is_answered(store: Store) -> None:
     asking = StoreFollowers(store)
     asking.poll(ROLLOUT)
