@@ -16,6 +16,7 @@ from rrl.roles.trajectories.dispatch.work_sharing import (
     EngineView,
     Running,
     Waiting,
+    _fill,
     hand_back,
     length_class,
     share,
@@ -63,6 +64,8 @@ class Product(FirstCome):
         separates: True if answers are leased by expected length instead of in the order of their creation.
         informed: True if enough lengths were observed to decide about moving running answers.
         times: Each engine's times per token as learned in earlier steps; this policy updates them.
+        by_pace: True if waiting answers are dealt out by the engines' times per token alone, without the expected
+            time in which an engine finishes its answers.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Product(FirstCome):
         separates: bool,
         informed: bool,
         times: dict[int, TokenTimes],
+        by_pace: bool = False,
     ) -> None:
+        self._by_pace = by_pace
         self._expected = expected
         self._lengths = lengths
         self._separates = separates
@@ -110,6 +115,8 @@ class Product(FirstCome):
         order = sorted(free, key=lambda number: (-self._class(world.answers[number]), number))[:CONSIDERED]
         waiting = [Waiting(number, self.curve(world, world.waiting[number])) for number in order]
         others = [self._view(world, other) for other in world.engines if other is not engine and other.free > 0]
+        if self._by_pace:
+            return [world.waiting[number] for number in share_by_pace(waiting, self._view(world, engine), others)]
         return [world.waiting[number] for number in share(waiting, self._view(world, engine), others)]
 
     def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
@@ -172,6 +179,14 @@ class Product(FirstCome):
         on_the_way = sum(target == engine.number for target in world.reserved.values())
         running = len(engine.running) + len(engine.reading)
         return EngineView(str(engine.number), self._loaded(world, engine)[1], running, engine.free - on_the_way)
+
+
+def share_by_pace(waiting: Sequence[Waiting], rollout: EngineView, others: Sequence[EngineView]) -> list[int]:
+    """Return what :func:`share` would return if each answer went to the engine that makes tokens fastest with it."""
+    engines = [rollout, *(other for other in others if other.free > 0)]
+    places = [engine.free for engine in engines]
+    given = _fill(waiting[: sum(places)], [engine.load for engine in engines], places)
+    return given or ([] if rollout.running else [waiting[0].trajectory])
 
 
 def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> FixedLists:

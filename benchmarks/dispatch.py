@@ -165,7 +165,7 @@ def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int)
     ``most_seeds`` in all.
     """
     count, shape = ENGINES[engines]
-    scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
+    scaled = [(places, slower(TAUS[tau], factor)) for places, factor in shape]
     trace = Trace(source.name, tau, engines, count * GROUP_SIZE)
     times: dict[int, TokenTimes] = {}
     rng = random.Random(-1)  # for a first step, in which the policy learns the engines' times
@@ -187,7 +187,7 @@ def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int)
     return trace
 
 
-def _slower(tau: Tau, factor: float) -> Tau:
+def slower(tau: Tau, factor: float) -> Tau:
     return lambda running: factor * tau(running)
 
 
