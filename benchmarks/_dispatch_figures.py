@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field
 
-from rrl.benchmarks._dispatch_world import Outcome
-
-RANKERS = ("none", "wrong", "unseen", "seen", "perfect")
+RANKERS = ("wrong", "unseen", "seen", "perfect")
 LEARNED = ("unseen", "seen")
 MAX_OVER_FIFO = 1.02
 MIN_SHARE = 0.25
@@ -43,23 +41,21 @@ def kind(arm: str) -> str:
 
 
 class Trace(Struct):
-    """The outcomes of a trace: for each arm, one outcome per seed."""
+    """The seconds of a trace's steps: for each arm, one value per seed."""
 
     source: str
     tau: str
     engines: str
-    answers: int
-    """Number of answers of a step."""
-    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def seeds(self) -> range:
         """The seeds that were played."""
-        return range(len(self.outcomes["fifo new"]))
+        return range(len(self.seconds["fifo new"]))
 
-    def add(self, arm: str, outcome: Outcome) -> None:
-        """Add the outcome of the next seed."""
-        self.outcomes.setdefault(arm, []).append(outcome)
+    def add(self, arm: str, seconds: float) -> None:
+        """Add the seconds of the next seed's step."""
+        self.seconds.setdefault(arm, []).append(seconds)
 
     def over_fifo(self, arm: str, seeds: Seeds | None = None) -> float:
         """Return an arm's seconds divided by the seconds that first come, first served takes for the same answers."""
@@ -86,10 +82,6 @@ class Trace(Struct):
         """Return whether the oracle's gain with an arm's prompts is large enough (:data:`MIN_GAIN`) to count."""
         return 1 - self.oracle(kind(arm)) >= MIN_GAIN
 
-    def moved(self, arm: str) -> float:
-        """Return the mean number of times that an answer was moved to another engine in an arm."""
-        return statistics.mean(outcome.moves for outcome in self.outcomes[arm]) / self.answers
-
     def decided(self) -> bool:
         """Return whether each figure is at least :data:`DECIDED` standard errors away from its bar."""
         bars = [(self.estimate(self.over_fifo, arm), MAX_OVER_FIFO) for arm in RANKERS]
@@ -104,8 +96,7 @@ class Trace(Struct):
         return Estimate(figure(arm, self.seeds), error)
 
     def _seconds(self, arm: str, seeds: Seeds) -> float:
-        outcomes = self.outcomes[arm]
-        return sum(outcomes[seed].seconds for seed in seeds)
+        return sum(self.seconds[arm][seed] for seed in seeds)
 
 
 def figures(traces: Sequence[Trace]) -> dict[str, float]:
@@ -120,12 +111,12 @@ def figures(traces: Sequence[Trace]) -> dict[str, float]:
     worst = max(ratios, key=lambda each: each.value)
     least = min(shares, key=lambda each: each.value, default=Estimate(math.nan, math.nan))
     singles = [
-        own.seconds / fifo.seconds
+        own / fifo
         for trace in traces
         for arm in RANKERS
-        for own, fifo in zip(trace.outcomes[arm], trace.outcomes[f"fifo {kind(arm)}"], strict=True)
+        for own, fifo in zip(trace.seconds[arm], trace.seconds[f"fifo {kind(arm)}"], strict=True)
     ]
-    pools = [arm for arm in traces[0].outcomes if arm.startswith("pools")]
+    pools = [arm for arm in traces[0].seconds if arm.startswith("pools")]
     return {
         "worst_over_fifo": worst.value,
         "worst_over_fifo_error": worst.error,
@@ -139,5 +130,4 @@ def figures(traces: Sequence[Trace]) -> dict[str, float]:
         "oracle_over_fifo": statistics.mean(trace.oracle("new") for trace in traces),
         "learned_over_fifo": statistics.mean(trace.over_fifo(arm) for trace, arm in pairs),
         "even_over_fifo": statistics.mean(trace.over_fifo("even new") for trace in traces),
-        "moved_share": statistics.mean(trace.moved(arm) for trace, arm in pairs),
     }

@@ -5,25 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rrl.benchmarks._dispatch_traces import LIMIT
-from rrl.benchmarks._dispatch_world import READ_S_PER_TOKEN, SEGMENT_TOKENS, Answer, Engine, World
-from rrl.roles.trajectories.dispatch import lengths as product_lengths
-from rrl.roles.trajectories.dispatch.engine_load import Curve, CurveTable, EngineLoad
-from rrl.roles.trajectories.dispatch.lengths import GroupEstimate, Lengths
+from rrl.benchmarks._dispatch_world import SEGMENT_TOKENS, Answer, Engine, World
 from rrl.roles.trajectories.dispatch.token_times import TokenTimes
-from rrl.roles.trajectories.dispatch.work_sharing import (
-    CONSIDERED,
-    EngineView,
-    Running,
-    Waiting,
-    hand_back,
-    length_class,
-    share,
-)
+from rrl.roles.trajectories.dispatch.work_sharing import CONSIDERED, EngineView, length_class, share
 
-_CURVES = CurveTable(LIMIT)
-"""The table of curves, which all arms share, because a simulation spends most of its time on them. A curve has the
-probability that an answer still runs, by tokens; it depends only on the answer's estimate and progress."""
 _TAIL = 0.2
 """Share of the answers that StreamRL's dispatcher treats as long."""
 
@@ -35,10 +20,7 @@ class FirstCome:
         numbers = sorted(world.waiting)[: engine.free]
         return [world.waiting[number] for number in numbers]
 
-    def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
-        return []
-
-    def ended(self, world: World, answer: Answer) -> None:
+    def appended(self, engine: Engine) -> None:
         pass
 
 
@@ -57,121 +39,34 @@ class Product(FirstCome):
     """The dispatch policy of the store. It calls the functions that the store calls (``roles/trajectories/dispatch``).
 
     Args:
-        expected: Estimate of the lengths in each group, made before the group begins; None if the true length of each
-            answer is known.
-        lengths: Refines the estimates while answers are generated.
-        separates: True if answers are leased by expected length instead of in the order of their creation.
-        informed: True if enough lengths were observed to decide about moving running answers.
+        points: Expected number of tokens of each answer, made before the step begins; None if answers are leased in the
+            order of their creation.
         times: Each engine's times per token as learned in earlier steps; this policy updates them.
     """
 
-    def __init__(
-        self,
-        expected: Sequence[GroupEstimate] | None,
-        lengths: Lengths,
-        separates: bool,
-        informed: bool,
-        times: dict[int, TokenTimes],
-    ) -> None:
-        self._expected = expected
-        self._lengths = lengths
-        self._separates = separates
-        self._informed = informed
-        self._groups: dict[int, GroupEstimate] = {}
-        self._loads: dict[int, tuple[int, EngineLoad, float]] = {}
+    def __init__(self, points: Sequence[float] | None, times: dict[int, TokenTimes]) -> None:
+        self._classes = None if points is None else [length_class(point) for point in points]
         self._times = times
-        self._read_before: dict[int, int] = {}
         self._last: dict[int, tuple[float, float]] = {}
 
-    def ended(self, world: World, answer: Answer) -> None:
-        self._groups.pop(answer.group, None)
-
-    def estimate(self, world: World, answer: Answer) -> GroupEstimate:
-        if self._expected is None:
-            return GroupEstimate(math.log(answer.length), 0.0, 1e-4)
-        if (known := self._groups.get(answer.group)) is None:
-            own = [product_lengths.Answer(world.progress(each), each.done) for each in world.groups[answer.group]]
-            known = self._groups[answer.group] = self._lengths.refine(self._expected[answer.group], own)
-        return known
-
-    def curve(self, world: World, answer: Answer) -> Curve:
-        return _CURVES.curve(self.estimate(world, answer), world.progress(answer))
-
     def choose(self, world: World, engine: Engine) -> list[Answer]:
-        own = [number for number, target in world.reserved.items() if target == engine.number]
-        if own := [number for number in own if number in world.waiting][: engine.free]:
-            self._read_before |= {number: world.waiting[number].progress for number in own}
-            return [world.waiting[number] for number in own]
-        free = sorted(number for number in world.waiting if number not in world.reserved)
-        if not free:
-            return []
-        if not self._separates:
-            return [world.waiting[number] for number in free[: engine.free]]
-        order = sorted(free, key=lambda number: (-self._class(world.answers[number]), number))[:CONSIDERED]
-        waiting = [Waiting(number, self.curve(world, world.waiting[number])) for number in order]
-        others = [self._view(world, other) for other in world.engines if other is not engine and other.free > 0]
-        return [world.waiting[number] for number in share(waiting, self._view(world, engine), others)]
+        if (classes := self._classes) is None:
+            return super().choose(world, engine)
+        order = sorted(world.waiting, key=lambda number: (-classes[number], number))[:CONSIDERED]
+        others = [self._view(other) for other in world.engines if other is not engine and other.free > 0]
+        return [world.waiting[number] for number in share(order, self._view(engine), others)]
 
-    def hand_back(self, world: World, engine: Engine) -> list[tuple[Answer, int]]:
-        self._observe(engine)
-        if not self._informed or any(number not in world.reserved for number in world.waiting):
-            return []
-        finish = self._loaded(world, engine)[2]
-        if any(self._loaded(world, other)[2] > finish for other in world.engines):
-            return []
-        for number in engine.running:
-            self._groups.pop(world.answers[number].group, None)
-        self._loads.pop(engine.number)
-        running = [
-            Running(
-                number,
-                self.curve(world, world.answers[number]),
-                engine.progress(number),
-                self._read_before.get(number, 0),
-            )
-            for number in engine.running
-            if number not in engine.requested_back
-        ]
-        others = [self._view(world, other) for other in world.engines if other is not engine]
-        moves = hand_back(self._view(world, engine), running, others, READ_S_PER_TOKEN)
-        return [(world.answers[move.trajectory], int(move.target)) for move in moves]
-
-    def _class(self, answer: Answer) -> int:
-        """Return the length class of an answer; answers of a class of longer answers are considered first for a lease.
-
-        As in the store, the class is that of the group's expected length before the group began.
-        """
-        if self._expected is None:
-            return length_class(answer.length)
-        return length_class(math.exp(self._expected[answer.group].mean))
-
-    def _observe(self, engine: Engine) -> None:
+    def appended(self, engine: Engine) -> None:
         """Record the engine's mean time per token since the engine last appended tokens."""
         clock, tokens = self._last.get(engine.number, (0.0, 0.0))
         if engine.running and engine.tokens - tokens >= SEGMENT_TOKENS / 2:
             times = self._times.setdefault(engine.number, TokenTimes())
-            times.observe(len(engine.running), (engine.clock - clock) / (engine.tokens - tokens))
+            times.observe(engine.running, (engine.clock - clock) / (engine.tokens - tokens))
         self._last[engine.number] = engine.clock, engine.tokens
 
-    def _loaded(self, world: World, engine: Engine) -> tuple[int, EngineLoad, float]:
-        known = self._loads.get(engine.number)
+    def _view(self, engine: Engine) -> EngineView:
         times = self._times.get(engine.number) or TokenTimes()
-        if known is None or known[0] != engine.changes or not times.observed:
-            on_the_way = [number for number, target in world.reserved.items() if target == engine.number]
-            here = [number for number in engine.running if number not in engine.requested_back]
-            numbers = {*here, *(number for _, number in engine.reading), *on_the_way}
-            load = EngineLoad(
-                _CURVES.widths,
-                times.table_among(self._times.values()),
-                [self.curve(world, world.answers[number]) for number in sorted(numbers)],
-            )
-            known = self._loads[engine.number] = engine.changes, load, load.finish()
-        return known
-
-    def _view(self, world: World, engine: Engine) -> EngineView:
-        on_the_way = sum(target == engine.number for target in world.reserved.values())
-        running = len(engine.running) + len(engine.reading)
-        return EngineView(str(engine.number), self._loaded(world, engine)[1], running, engine.free - on_the_way)
+        return EngineView(times.table_among(self._times.values()), engine.running, engine.free)
 
 
 def two_pools(world: World, points: Sequence[float], tau: Sequence[float]) -> FixedLists:

@@ -40,7 +40,6 @@ from rrl.roles.rollout.engine import Engine, StepOutput
 from rrl.roles.trainer import main as trainer_program
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories import server as store_program
-from rrl.roles.trajectories.dispatch.lengths import Lengths
 from rrl.roles.trajectories.leases import WorkQueue
 from rrl.roles.trajectories.types import Item, Part, Segment
 
@@ -216,8 +215,7 @@ def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], P
 
 def lease_first_come() -> None:
     """Make the store of this process lease answers in the order of their prompts, regardless of expected lengths."""
-    never = property(lambda _: False)
-    WorkQueue.by_length = Lengths.informed = never  # type: ignore[assignment,method-assign]
+    WorkQueue.by_length = property(lambda _: False)  # type: ignore[assignment,method-assign]
 
 
 def main() -> None:

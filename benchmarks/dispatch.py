@@ -1,13 +1,13 @@
 """Measures what expected lengths and dispatch gain over first come, first served, in virtual time.
 
-The production functions (``roles/trajectories/dispatch``) choose which engine gets which answers and which answers
-move. Engines, times and lengths are simulated (benchmarks/_dispatch_world.py). A *trace* consists of a source of
-lengths (synthetic or recorded, benchmarks/_dispatch_traces.py), a shape of τ(b), and a set of engines. τ(b) is the
-seconds of a token with b answers running. Each trace has several steps, with the same lengths in every arm. Each step
-is timed from its start until its last answer is done. Arms: first come, first served; the answers assigned evenly to
-the engines beforehand; StreamRL's two pools; and the production functions with rankers from none to perfect:
+The production functions (``roles/trajectories/dispatch``) choose which engine gets which answers. Engines, times and
+lengths are simulated (benchmarks/_dispatch_world.py). A *trace* consists of a source of lengths (synthetic or recorded,
+benchmarks/_dispatch_traces.py), a shape of τ(b), and a set of engines. τ(b) is the seconds of a token with b answers
+running. Each trace has several steps, with the same lengths in every arm. Each step is timed from its start until its
+last answer is done. Arms: first come, first served; the answers assigned evenly to the engines beforehand; StreamRL's
+two pools; and the production functions with rankers from wrong to perfect:
 
-- ``none`` has learned no lengths; ``wrong`` has learned, for each prompt, the lengths of another prompt.
+- ``wrong`` has learned, for each prompt, the lengths of another prompt.
 - ``unseen`` and ``seen`` have learned 1,000 groups of the source. The prompts of the steps are new to ``unseen``, and
   ``seen`` has learned them.
 - ``perfect`` knows every length. The *oracle* is the better of this arm and of a schedule made from all true lengths.
@@ -25,7 +25,7 @@ the 24 traces had been measured, with 8 seeds each.
 These figures and bars were chosen before the first measurement, except the two that are marked as added later:
 
 - ``worst_over_fifo``: largest ratio of a trace's summed seconds to those of first come, first served, over all traces
-  and the rankers from none to perfect (bar: 1.02).
+  and the rankers from wrong to perfect (bar: 1.02).
 - ``share_of_oracle``: smallest share of the oracle's gain that ``seen`` and ``unseen`` have, over all traces in which
   the oracle gains at least 5 % (bar: 0.25).
 - ``attainable_share_of_oracle`` (added later): smallest share of the oracle's gain that ``true mean`` has, over the
@@ -63,10 +63,9 @@ from rrl.benchmarks._dispatch_world import Policy, World
 from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
-from rrl.roles.trajectories.dispatch.engine_load import CurveTable, EngineLoad
-from rrl.roles.trajectories.dispatch.lengths import Answer, GroupEstimate, Lengths
+from rrl.roles.trajectories.dispatch.lengths import Answer, Lengths
 from rrl.roles.trajectories.dispatch.token_times import TokenTimes
-from rrl.roles.trajectories.dispatch.work_sharing import CONSIDERED, EngineView, Waiting, length_class, share
+from rrl.roles.trajectories.dispatch.work_sharing import CONSIDERED, EngineView, length_class, share
 
 LEARNED_GROUPS = 1_000
 """Number of groups of the source that a ranker has observed before the steps: 500 prompts, each twice."""
@@ -77,8 +76,6 @@ DECISIONS = 200
 SEEDS = 8
 """Number of seeds with which a trace begins, and number of further seeds that an undecided trace gets at a time."""
 MOST_SEEDS = 64
-KNOWN_VARIANCE = 1e-4
-"""Variance of an estimate whose lengths are known exactly. It is small, but an estimate needs a variance above 0."""
 REAL_SEEDS = 3
 MIN_RECALL = 0.7
 MAX_DECISION_US = 1_000.0
@@ -122,13 +119,20 @@ def arms(
 ) -> Iterator[tuple[str, Callable[[World], Policy]]]:
     """Yield the arms of a step with these prompts; ``new`` says whether the prompts are new to the rankers."""
 
-    def product(lengths: Lengths) -> Callable[[World], Policy]:
-        expected = [lengths.expect(prompt.tokens) for prompt in prompts]
-        return lambda world: Product(expected, lengths, lengths.separates, lengths.informed, deepcopy(times))
+    def points(world: World, means: Sequence[float]) -> list[float]:
+        return [math.exp(means[each.group]) for each in world.answers]
 
-    def pools(lengths: Lengths) -> Callable[[World], Policy]:
-        points = [math.exp(lengths.expect(prompt.tokens).mean) for prompt in prompts]
-        return lambda world: two_pools(world, [points[each.group] for each in world.answers], world.engines[0].times)
+    def product(means: Sequence[float], separates: bool = True) -> Callable[[World], Policy]:
+        return lambda world: Product(points(world, means) if separates else None, deepcopy(times))
+
+    def pools(means: Sequence[float]) -> Callable[[World], Policy]:
+        return lambda world: two_pools(world, points(world, means), world.engines[0].times)
+
+    def known(lengths: Lengths) -> list[float]:
+        return [lengths.expect(prompt.tokens).mean for prompt in prompts]
+
+    def true(world: World) -> list[float]:
+        return [float(each.length) for each in world.answers]
 
     kind, learned = ("new", "unseen") if new else ("known", "seen")
     yield f"fifo {kind}", lambda world: FirstCome()
@@ -141,20 +145,15 @@ def arms(
             ]
         ),
     )
-    means = [GroupEstimate(prompt.mean, KNOWN_VARIANCE, prompt.deviation**2) for prompt in prompts]
-    yield f"true mean {kind}", lambda world: Product(means, source.learned, True, True, deepcopy(times))
-    yield learned, product(source.learned)
-    yield f"pools {learned}", pools(source.learned)
+    yield f"true mean {kind}", product([prompt.mean for prompt in prompts])
+    yield learned, product(known(source.learned), source.learned.separates)
+    yield f"pools {learned}", pools(known(source.learned))
     if new:
-        yield "none", product(Lengths(LIMIT))
-        yield "perfect", lambda world: Product(None, source.learned, True, True, deepcopy(times))
-        yield (
-            "pools perfect",
-            lambda world: two_pools(world, [float(each.length) for each in world.answers], world.engines[0].times),
-        )
+        yield "perfect", lambda world: Product(true(world), deepcopy(times))
+        yield "pools perfect", lambda world: two_pools(world, true(world), world.engines[0].times)
     else:
-        yield "wrong", product(source.misled)
-        yield "pools wrong", pools(source.misled)
+        yield "wrong", product(known(source.misled), source.misled.separates)
+        yield "pools wrong", pools(known(source.misled))
     yield f"clairvoyant {kind}", clairvoyant
 
 
@@ -166,14 +165,11 @@ def measure(source: Source, tau: str, engines: str, seeds: int, most_seeds: int)
     """
     count, shape = ENGINES[engines]
     scaled = [(places, _slower(TAUS[tau], factor)) for places, factor in shape]
-    trace = Trace(source.name, tau, engines, count * GROUP_SIZE)
+    trace = Trace(source.name, tau, engines)
     times: dict[int, TokenTimes] = {}
     rng = random.Random(-1)  # for a first step, in which the policy learns the engines' times
     prompts = rng.sample(source.known, count)
-    world = World([prompt.answers(GROUP_SIZE, rng) for prompt in prompts], scaled)
-    world.run(
-        Product([source.learned.expect(prompt.tokens) for prompt in prompts], source.learned, False, False, times)
-    )
+    World([prompt.answers(GROUP_SIZE, rng) for prompt in prompts], scaled).run(Product(None, times))
     seed = 0
     while seed < seeds or (seed < most_seeds and (seed % SEEDS or not trace.decided())):
         rng = random.Random(seed)
@@ -226,20 +222,16 @@ def ranked(prompts: Sequence[Prompt]) -> dict[str, float]:
 
 def decision_times() -> list[float]:
     """Return the times (µs) of decisions with 10,000 waiting answers and nine half-full engines of 128 places."""
-    rng, table = random.Random(0), CurveTable(LIMIT)
-    estimates = [GroupEstimate(rng.gauss(7.3, 0.8), 0.05, 0.35) for _ in range(WAITING // GROUP_SIZE)]
-    curves = [table.curve(estimate, 0) for estimate in estimates for _ in range(GROUP_SIZE)]
-    heap = [(math.inf, -length_class(math.exp(estimates[i // GROUP_SIZE].mean)), i) for i in range(WAITING)]
+    rng = random.Random(0)
+    means = [rng.gauss(7.3, 0.8) for _ in range(WAITING // GROUP_SIZE)]
+    heap = [(math.inf, -length_class(math.exp(means[i // GROUP_SIZE])), i) for i in range(WAITING)]
     heapify(heap)
-    times = TokenTimes().table
-    engines = [
-        EngineView(str(number), EngineLoad(table.widths, times, rng.sample(curves, 64)), 64, 64) for number in range(9)
-    ]
+    engines = [EngineView(TokenTimes().table, 64, 64) for _ in range(9)]
     taken = []
     for _ in range(DECISIONS):
         begun = time.perf_counter()
         first = [heappop(heap) for _ in range(CONSIDERED)]
-        share([Waiting(number, curves[number]) for _, _, number in first], engines[0], engines[1:])
+        share([number for _, _, number in first], engines[0], engines[1:])
         for entry in first:
             heappush(heap, entry)
         taken.append((time.perf_counter() - begun) * 1e6)
@@ -317,13 +309,12 @@ def _print_traces(traces: Sequence[Trace]) -> None:
         "true mean known",
     )
     print_table(
-        ("source, tau, engines", *shown, "oracle new", "oracle known", "moved"),
+        ("source, tau, engines", *shown, "oracle new", "oracle known"),
         [
             [
                 _name(trace),
                 *(f"{trace.over_fifo(arm):.3f}" for arm in shown),
                 *(f"{trace.oracle(kind):.3f}" for kind in ("new", "known")),
-                f"{statistics.mean(trace.moved(arm) for arm in LEARNED):.1%}",
             ]
             for trace in traces
         ],
@@ -343,7 +334,7 @@ def _share_cells(trace: Trace, arm: str) -> tuple[str, str, str]:
 
 
 def _sample(trace: Trace) -> dict[str, Any]:
-    ratios = {arm: trace.over_fifo(arm) for arm in trace.outcomes}
+    ratios = {arm: trace.over_fifo(arm) for arm in trace.seconds}
     ratios |= {f"oracle {prompts}": trace.oracle(prompts) for prompts in ("new", "known")}
     return {
         "source": trace.source,
@@ -351,8 +342,7 @@ def _sample(trace: Trace) -> dict[str, Any]:
         "engines": trace.engines,
         "seeds": len(trace.seeds),
         "over_fifo": {arm: round(ratio, 4) for arm, ratio in ratios.items()},
-        "moved": {arm: round(trace.moved(arm), 4) for arm in RANKERS},
-        "seconds": {arm: [round(each.seconds, 2) for each in those] for arm, those in trace.outcomes.items()},
+        "seconds": {arm: [round(each, 2) for each in those] for arm, those in trace.seconds.items()},
     }
 
 

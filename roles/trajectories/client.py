@@ -110,9 +110,6 @@ class TrajectoryClient:
         self._incarnation = incarnation
         self._weights = weights
         self._timeout = timeout
-        self._requested_back: set[int] = set()
-        """Trajectories that another rollout should continue, according to the store. Each is handed over with its next
-        segment."""
         self._dialer = Dialer(keys, Answer, find_store)
 
     async def run(self) -> None:
@@ -163,9 +160,6 @@ class TrajectoryClient:
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Append segments, which are durable on return.
 
-        If the store has decided that another rollout should continue a trajectory, the trajectory is handed over with
-        its next segment.
-
         Returns:
             The trajectories that are no longer leased to this incarnation; the caller must stop working on them.
         """
@@ -183,28 +177,20 @@ class TrajectoryClient:
             holding: The trajectories that this process works on after the append, as in :meth:`lease`.
         """
         lost: set[int] = set()
-        appended = {segment.trajectory for segment in segments}
-        self._requested_back.difference_update(finished)
-        leaving = self._requested_back & appended
-        self._requested_back -= leaving
         while True:
             remaining = tuple(segment for segment in segments if segment.trajectory not in lost)
             ended = tuple(trajectory for trajectory in finished if trajectory not in lost)
-            handed_over = tuple(sorted(leaving - lost))
             lease = None
             if at_most:
-                held = tuple(sorted(set(holding).difference(lost, leaving)))
+                held = tuple(sorted(set(holding) - lost))
                 lease = LeaseWork(self._incarnation, at_most, 0.0, held, self._weights())
-            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, handed_over, lease))
+            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, lease))
             if not isinstance(answer, Denied):
                 break
             if not answer.lost:
                 self._raise(answer)
             lost.update(answer.lost)
-        leased: tuple[Item, ...] = ()
-        if isinstance(answer, Done):
-            self._requested_back, leased = set(answer.hand_back), answer.leased
-        return Appended(tuple(sorted(lost | leaving)), leased)
+        return Appended(tuple(sorted(lost)), answer.leased if isinstance(answer, Done) else ())
 
     async def commit(
         self,

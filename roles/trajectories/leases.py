@@ -10,11 +10,10 @@ from heapq import heapify, heappop, heappush
 from math import exp
 
 from ...core.types import Incarnation, ReplicaId
-from .dispatch.engines import Engines, Known
+from .dispatch.engines import Engines
 from .dispatch.lease_table import Leases
-from .dispatch.lengths import Answer, GroupEstimate
 from .dispatch.work_sharing import CONSIDERED, length_class
-from .durable.groups import Group, TrajectoryState, parent_of, prompt_length
+from .durable.groups import Group, TrajectoryState, parent_of
 from .durable.log import DurableState
 from .durable.records import Fence, PackedSegment, TimesObserved
 from .durable.state import State
@@ -142,7 +141,7 @@ class WorkQueue:
     The trajectories are ordered by the last step that may train their group, then by batch, then by expected length
     (the longest first), then by number. Without a limit on staleness the last step is the same for all trajectories. If
     lengths are not expected to differ, the order within a batch is by number. :mod:`.dispatch.work_sharing` shares the
-    first trajectories among rollouts, and decides which running trajectories move.
+    first trajectories among rollouts.
 
     Args:
         state: The store's state, which this class only reads.
@@ -158,10 +157,7 @@ class WorkQueue:
         self._heap: list[tuple[float, int, int, int]] = []
         """(step of the weights that the trajectory's group was begun with, batch, minus the class of expected length,
         trajectory); an outdated entry is skipped when it is popped. See :mod:`.steps.staleness` for "begun with"."""
-        self._engines = Engines(state.lengths.limit, self._known, self.leases.leased_to, state.times_of)
-        self._estimates: dict[int, GroupEstimate] = {}
-        """Estimates of unfinished groups, by number. The estimate of a group is removed when an answer of the group
-        grows. All estimates are removed when any answer ends, because the store may learn from the answer's length."""
+        self._engines = Engines(self.leases.leased_to, state.times_of)
 
     def rebuild(self) -> None:
         """Build the heap from the state."""
@@ -240,11 +236,11 @@ class WorkQueue:
         while (track := self.first()) is not None and (
             len(candidates) < considered if considered else len(leased) < at_most
         ):
-            if track.id not in candidates and not self._engines.withheld(track.id, incarnation):
+            if track.id not in candidates:
                 if not self._staleness.allows(track.group, weights):
                     break
                 if not considered:
-                    leased.append(self._lease(incarnation, track, weights, now))
+                    leased.append(self._lease(incarnation, track, weights))
                     continue
                 candidates[track.id] = track
             popped.append(heappop(self._heap))
@@ -258,7 +254,7 @@ class WorkQueue:
         for trajectory in chosen:
             track = candidates[trajectory]
             if self._staleness.allows(track.group, weights):  # earlier leases may have taken the last places
-                leased.append(self._lease(incarnation, track, weights, now))
+                leased.append(self._lease(incarnation, track, weights))
         return leased
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
@@ -270,22 +266,11 @@ class WorkQueue:
             return None
         return parent.writer if self._engines.has_weights(parent.writer, parent.segments[-1].step) else None
 
-    def _lease(
-        self, incarnation: Incarnation, track: TrajectoryState, weights: int | None, now: float | None
-    ) -> TrajectoryState:
+    def _lease(self, incarnation: Incarnation, track: TrajectoryState, weights: int | None) -> TrajectoryState:
         self.leases.assign(track.id, incarnation)
         self.mark_begun(track.group, weights)
-        self._engines.leased(incarnation, track.id, prompt_length(track) + track.length, now)
+        self._engines.leased(incarnation)
         return track
-
-    def waits_for(self, incarnation: Incarnation) -> bool:
-        """Return whether a waiting trajectory may go to this rollout: one that is not reserved for another rollout."""
-        popped = []
-        while (track := self.first()) is not None and self._engines.withheld(track.id, incarnation):
-            popped.append(heappop(self._heap))
-        for entry in popped:
-            heappush(self._heap, entry)
-        return track is not None
 
     def appended(
         self, incarnation: Incarnation, segments: Iterable[PackedSegment], ended: Iterable[int], now: float | None
@@ -301,37 +286,8 @@ class WorkQueue:
         ended = tuple(ended)
         for trajectory in ended:
             self.leases.release(trajectory)
-        if ended:
-            self._estimates.clear()
-        for trajectory in tokens if self._estimates else ():
-            self._estimates.pop(self._state.answers[trajectory].group.created.group, None)
         observed = self._engines.appended(incarnation, list(tokens.items()), ended, now)
-        self._engines.finished(ended)
-        return TimesObserved(incarnation, observed) if observed.tokens or observed.reads else None
-
-    def hand_over(self, incarnation: Incarnation, trajectories: Iterable[int]) -> None:
-        """End the leases of trajectories that a rollout hands over, so that other rollouts continue them."""
-        for trajectory in trajectories:
-            track = self._state.answers.get(trajectory)
-            if track is not None and not track.finished and self.leases.holder(trajectory) == incarnation:
-                self.leases.release(trajectory)
-                self._engines.released(incarnation, (trajectory,))
-                self.offer(track)
-
-    def hand_back(self, incarnation: Incarnation, *, more: bool) -> tuple[int, ...]:
-        """Return which trajectories a rollout should hand over so that all answers end earlier.
-
-        No trajectory is chosen while other trajectories wait or ``more`` groups may be created, because such new work
-        then gets the free places.
-        """
-        if self._state.lengths.informed and not more and not self.waits_for(incarnation):
-            self._engines.choose_moves(incarnation)
-        return self._engines.requested_back(incarnation)
-
-    def drop(self, group: Group) -> None:
-        """End the leases of a group that is dropped."""
-        self._estimates.clear()
-        self.withdraw(list(group.answers))
+        return TimesObserved(incarnation, observed) if observed.tokens else None
 
     def withdraw(self, tracks: Sequence[TrajectoryState]) -> None:
         """End the leases of trajectories or turns that are not extended any further."""
@@ -340,7 +296,6 @@ class WorkQueue:
             self.leases.release(track.id)
             if holder is not None:
                 self._engines.released(holder, (track.id,))
-        self._engines.finished(track.id for track in tracks)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the leases of all incarnations that are not current."""
@@ -348,15 +303,6 @@ class WorkQueue:
         self._engines.retain(current)
         for trajectory in freed:
             self.offer(self._state.answers[trajectory])
-
-    def _known(self, trajectory: int) -> Known:
-        track = self._state.answers[trajectory]
-        group, lengths = track.group, self._state.lengths
-        if (estimate := self._estimates.get(group.created.group)) is None:
-            before = lengths.given(*group.created.expected) if group.created.expected else lengths.typical
-            estimate = lengths.refine(before, [Answer(each.length, each.finished) for each in group.trajectories])
-            self._estimates[group.created.group] = estimate
-        return Known(estimate, track.length, prompt_length(track))
 
 
 def deal(

@@ -65,8 +65,8 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights, now, until)
-        case Append(incarnation, segments, finished, handed_over, lease):
-            done = store.append(incarnation, segments, finished, handed_over, now)
+        case Append(incarnation, segments, finished, lease):
+            done = store.append(incarnation, segments, finished, now)
             leased = answer(store, lease, now) if lease is not None and isinstance(done, Done) else None
             if isinstance(done, Done) and isinstance(leased, Leased):
                 return msgspec.structs.replace(done, leased=leased.items)

@@ -239,21 +239,17 @@ class Store:
         self._work.requested(incarnation, at_most, weights, open_until)
         shared = False
         while len(tracks) < at_most and not shared:
-            self._create_groups(incarnation, weights)
+            self._create_groups(weights)
             leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
             tracks += leased
             shared = self._work.by_length or not leased
-        waits = self._work.waits_for(incarnation) and not self._is_allowed(weights)
-        outdated = not tracks and at_most > 0 and (waits or (self._work.first() is None and self._may_begin_group))
+        first = self._work.first()
+        waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
+        outdated = not tracks and at_most > 0 and waits
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
-    def _is_allowed(self, weights: int | None) -> bool:
-        """Return whether a rollout with these weights may work on the next trajectory."""
-        first = self._work.first()
-        return first is not None and self._staleness.allows(first.group, weights)
-
-    def _create_groups(self, incarnation: Incarnation, weights: int | None) -> None:
-        """Create a group if no trajectory waits for this rollout and the limits allow it.
+    def _create_groups(self, weights: int | None) -> None:
+        """Create a group if no trajectory waits for a rollout and the limits allow it.
 
         If lengths are expected to differ, all groups of the batch are created, so that the longest can be leased first.
         """
@@ -262,7 +258,7 @@ class Store:
         created = 0
         while self._may_begin_group and created < _CREATED_PER_REQUEST:
             begun_batch = self._work.by_length and self._state.next_group % self._per_batch
-            if self._work.waits_for(incarnation) and not begun_batch:
+            if self._work.first() is not None and not begun_batch:
                 return
             self.create_group()
             created += 1
@@ -290,15 +286,12 @@ class Store:
         incarnation: Incarnation,
         segments: Sequence[Segment],
         finished: Sequence[int] = (),
-        handed_over: Sequence[int] = (),
         now: float | None = None,
     ) -> Done | Denied | NotReady:
         """Append all segments, or none; repeating the request changes nothing.
 
-        The rollout gives up its leases of the trajectories ``handed_over``. The answer names the trajectories that
-        the rollout should hand over with later appends, so that another rollout continues them. A trajectory whose new
-        tokens are too old for its group to be trained in time is taken away from its rollout (see
-        :meth:`_check_staleness`). ``now`` is the time of the request in seconds; None if the time is unknown.
+        A trajectory whose new tokens are too old for its group to be trained in time is taken away from its rollout
+        (see :meth:`_check_staleness`). ``now`` is the time of the request in seconds; None if the time is unknown.
         """
         if rejection := self.check_worker(incarnation):
             return rejection
@@ -325,8 +318,7 @@ class Store:
             self._scoring.offer(trajectory)
         if times := self._work.appended(incarnation, new, ends, now):
             self._durable.write(times)
-        self._work.hand_over(incarnation, handed_over)
-        return Done(self._work.hand_back(incarnation, more=self._may_create_group))
+        return Done()
 
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
@@ -341,7 +333,7 @@ class Store:
             self._work.mark_begun(group, packed.step)
             return True
         if self._staleness.wait_for_late:
-            self._work.leases.release(track.id)
+            self._work.withdraw([track])
             self._work.offer(track)
             return False
         if self._staleness.too_old(packed.step):
@@ -413,7 +405,7 @@ class Store:
             if not group.unscored:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
-        self._work.drop(group)
+        self._work.withdraw(list(group.answers))
         self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring.release(track.id)

@@ -235,10 +235,6 @@ class StepMetrics(Struct, frozen=True):
 class Done(Struct, frozen=True, tag=True):
     """Answer to a request that was carried out and is durable."""
 
-    hand_back: tuple[int, ...] = ()
-    """Trajectories of a rollout that another rollout should continue, because they are expected to end earlier there.
-    The rollout hands each of them over with the :class:`Append` of its next segment; until then they are leased to it
-    as before."""
     faulty_groups: int = 0
     """For :class:`PostScores`: number of groups that faults of the scorer have dropped, if these are more than half of
     the newest groups; otherwise 0. If it is not 0, the reward role must end."""
@@ -345,14 +341,12 @@ class Append(Request[Done], frozen=True, tag=True):
     """Request of a rollout to append segments, which are durable once it is answered with :class:`Done`.
 
     A segment that the store already has (same trajectory, offset and content) changes nothing. ``finished`` lists the
-    trajectories that are complete with these segments, and ``handed_over`` those that the rollout does not extend any
-    further, because the store requested them back. ``lease`` is a request for work that the store serves directly after
-    the append, without a wait, so that both need one round trip and one flush.
+    trajectories that are complete with these segments. ``lease`` is a request for work that the store serves directly
+    after the append, without a wait, so that both need one round trip and one flush.
     """
 
     segments: tuple[Segment, ...]
     finished: tuple[int, ...] = ()
-    handed_over: tuple[int, ...] = ()
     lease: LeaseWork | None = None
 
 

@@ -1,14 +1,12 @@
 """Expected lengths of answers, learned from the answers of the run.
 
 The length of an answer is modelled as log-normal, capped at ``max_new_tokens``. The mean of its logarithm depends on
-the prompt. This mean is estimated from four sources, each weighted by the inverse of its variance. The variances are
+the prompt. This mean is estimated from two sources, each weighted by the inverse of its variance. The variances are
 learned too. The sources are:
 
 - a prediction from the prompt's tokens (:mod:`.prompt_regression`), calibrated by a linear regression of earlier
   observations on their predictions. If the two do not correlate, the mean of all prompts replaces the prediction;
-- the same prompt's earlier answers;
-- the finished answers of the same group;
-- the progress of the group's running answers, a lower bound of their lengths.
+- the same prompt's earlier answers.
 
 An answer that was cut by ``max_new_tokens``, or because its group was dropped, is *censored*: only a lower bound of its
 length is known. The expected value of the logarithm above this bound replaces the unknown value. If all answers are
@@ -79,11 +77,6 @@ class GroupEstimate(Struct, frozen=True, array_like=True, gc=False):
     variance: float
     within: float
     """Variance of the logarithm of one answer's length around the mean of the group."""
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the logarithm of one answer's length."""
-        return math.sqrt(self.variance + self.within)
 
 
 class LengthState(Struct, array_like=True):
@@ -184,32 +177,11 @@ class Lengths:
             variance = variance * uncertain / (uncertain + variance)
         return GroupEstimate(_bounded(mean, self.limit), variance, moments.within)
 
-    def given(self, mean: float, variance: float) -> GroupEstimate:
-        """Return an estimate with the ``mean`` and ``variance`` that an earlier call of :meth:`expect` returned.
-
-        Its :attr:`GroupEstimate.within` is the variance within groups that is known now.
-        """
-        return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
-
     @property
     def typical(self) -> GroupEstimate:
         """The estimate of a group if nothing is known about its prompt."""
         mean, variance = self._moments.typical
         return GroupEstimate(_bounded(mean, self.limit), variance, self._moments.within)
-
-    def refine(self, estimate: GroupEstimate, answers: Iterable[Answer]) -> GroupEstimate:
-        """Return the estimate of a group, updated with the lengths of its own finished and running answers."""
-        known = [answer for answer in answers if answer.tokens > 0]
-        if not known:
-            return estimate
-        mean, count = _posterior(known, estimate, self.limit)
-        variance = 1 / (1 / max(_SMALLEST_VARIANCE, estimate.variance) + count / estimate.within)
-        return GroupEstimate(mean, variance, estimate.within)
-
-    @property
-    def informed(self) -> bool:
-        """True once enough groups were observed to estimate how many tokens running answers still get."""
-        return self._moments.groups >= _FIRST_GROUPS
 
     @property
     def recall(self) -> float | None:
@@ -232,39 +204,6 @@ class Lengths:
         return self._moments.separates
 
 
-def expected_left(estimate: GroupEstimate, progress: int, limit: int) -> float:
-    """Return how many more tokens an answer with ``progress`` tokens is expected to get.
-
-    The result is 0 if ``progress`` has reached ``limit``, and at least 1 otherwise.
-    """
-    if progress >= limit:
-        return 0.0
-    deviation = estimate.deviation
-    alive = survival(estimate, progress)
-    if alive < 1e-9:
-        return float(min(limit - progress, max(1, progress)))
-    before, total = partial_means(estimate.mean, deviation, (progress, limit))
-    return max(1.0, min(limit - progress, (total - before) / alive))
-
-
-def survival(estimate: GroupEstimate, tokens: float) -> float:
-    """Return the probability that an answer that is never cut gets more than ``tokens`` tokens."""
-    if tokens <= 0:
-        return 1.0
-    return 0.5 * math.erfc((math.log(tokens) - estimate.mean) / (estimate.deviation * _SQRT2))
-
-
-def partial_means(mean: float, deviation: float, limits: Iterable[float]) -> list[float]:
-    """Return for each limit the expected number of tokens of an answer if longer answers are cut at this limit."""
-    half_mean = math.exp(mean + deviation * deviation / 2) * 0.5
-    means = []
-    for limit in limits:
-        z = (math.log(limit) - mean) / deviation if limit > 0 else -math.inf
-        below = half_mean * math.erfc((deviation - z) / _SQRT2)
-        means.append(below + limit * 0.5 * math.erfc(z / _SQRT2))
-    return means
-
-
 def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
     """Return the mean logarithm of the answers' lengths, and the sum of the squared deviations.
 
@@ -275,7 +214,7 @@ def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[f
     if not any(censored):
         mean = sum(logs) / len(logs)
         return mean, sum([(log - mean) ** 2 for log in logs])
-    mean, _ = _posterior(answers, prior, limit)
+    mean = _posterior(answers, prior, limit)
     deviation = math.sqrt(prior.within)
     squares = 0.0
     values: list[float] = []
@@ -286,11 +225,8 @@ def _fit(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[f
     return _bounded(sum(values) / len(values), limit), squares
 
 
-def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> tuple[float, float]:
-    """Return the mean logarithm given prior and answers, and the number of answers on which it is based.
-
-    A censored answer counts as less than one, because its bound only restricts its length.
-    """
+def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> float:
+    """Return the mean logarithm given prior and answers."""
     precision = prior.within / max(_SMALLEST_VARIANCE, prior.variance)
     deviation = math.sqrt(prior.within)
     total, count = prior.mean * precision, 0.0
@@ -302,18 +238,10 @@ def _posterior(answers: Sequence[Answer], prior: GroupEstimate, limit: int) -> t
         else:
             total, count = total + log, count + 1.0
     mean = total / (precision + count)
-    if not bounds:
-        return mean, count
-    informed = count
-    for _ in range(_CENSORED_ITERATIONS):
-        value = informed = 0.0
-        for bound in bounds:
-            expected, variance = _above(mean, deviation, bound)
-            weight = 1.0 - variance / prior.within
-            value += expected
-            informed += weight
+    for _ in range(_CENSORED_ITERATIONS if bounds else 0):
+        value = sum([_above(mean, deviation, bound)[0] for bound in bounds])
         mean = _bounded((total + value) / (precision + count + len(bounds)), limit)
-    return mean, count + informed
+    return mean
 
 
 def _is_censored(answer: Answer, limit: int) -> bool:

@@ -33,15 +33,6 @@ of a CPU (1/4)."""
 _SAMPLES_PER_APPEND = 4
 """Number of trajectories of an append that are evaluated. More are not needed, because all of them ran side by side and
 so have equal times."""
-_READ_TOKENS = 256
-"""Number of tokens of the shortest prefix whose reading time is observed. Reading a shorter prefix takes only as long
-as a few new tokens."""
-_READ_SHARE = 1 / 16
-"""Assumed time to read a token of a prefix before any reading was observed, as a share of the time in which the only
-running answer gets a token."""
-_MIN_READ_SHARE = 1 / 256
-"""Minimum time to read a token of a prefix, as a share of the time in which the only running answer gets a token.
-Observed times are near 0 if the engine's cache already has the prefix."""
 
 
 class Observed(Struct, frozen=True, array_like=True):
@@ -49,28 +40,24 @@ class Observed(Struct, frozen=True, array_like=True):
 
     tokens: tuple[tuple[int, float], ...] = ()
     """Pairs of (number of running answers, seconds for one token of each answer)."""
-    reads: tuple[float, ...] = ()
-    """Seconds to read one token of a prefix: one value per observation."""
 
 
 class TokenTimes:
-    """The seconds that one rollout takes to make a token (τ), and to read a token of a prefix."""
+    """The seconds that one rollout takes to make a token (τ)."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, deque[tuple[int, float]]] = {}
         """Newest (number b of running answers, seconds per token), by range of b. Each range is half an octave."""
-        self._reads: deque[float] = deque(maxlen=_RECENT)
         self._table: tuple[float, ...] | None = None
 
     def add(self, observed: Observed) -> None:
         """Add observations."""
         for running, seconds in observed.tokens:
             self.observe(running, seconds)
-        self._reads.extend(observed.reads)
 
     def observations(self) -> Observed:
         """Return the observations that still count; adding them to a new object makes it equal to this one."""
-        return Observed(tuple(pair for ring in self._ranges.values() for pair in ring), tuple(self._reads))
+        return Observed(tuple(pair for ring in self._ranges.values() for pair in ring))
 
     def observe(self, running: int, seconds: float) -> None:
         """Record that a token took ``seconds`` while this number of answers was running."""
@@ -94,14 +81,6 @@ class TokenTimes:
         if self.observed or not (known := sorted(other.table for other in others if other.observed)):
             return self.table
         return known[len(known) // 2]
-
-    @property
-    def read(self) -> float:
-        """Seconds to read one token of a prefix: the median of the last observations."""
-        first = self.table[1]
-        if not self._reads:
-            return first * _READ_SHARE
-        return max(first * _MIN_READ_SHARE, sorted(self._reads)[len(self._reads) // 2])
 
     @property
     def table(self) -> tuple[float, ...]:
@@ -128,35 +107,22 @@ class AppendTimes:
     """Turns a rollout's appends into observations of its times. All times are in seconds of any monotonic clock."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[float, int, int]] = {}
-        """For each running answer: the time of its lease or last append, the number of prefix tokens that the rollout
-        reads after this time, and the number of answers that ran at this time."""
+        self._last: dict[int, tuple[float, int]] = {}
+        """For each running answer: the time of its last append, and the number of answers that ran at this time."""
 
-    def leased(self, trajectory: int, prefix: int, running: int, now: float) -> None:
-        """Record that an answer with a prefix of ``prefix`` tokens was leased, and how many answers now run."""
-        self._last[trajectory] = now, prefix, running
-
-    def appended(self, tokens: Sequence[tuple[int, int]], running: int, now: float, times: TokenTimes) -> Observed:
+    def appended(self, tokens: Sequence[tuple[int, int]], running: int, now: float) -> Observed:
         """Record an append of (trajectory, number of new tokens), and how many answers the rollout runs.
 
-        Returns the observations that follow from the append. A rollout that continues a trajectory first reads its
-        prefix. The time for reading is what remains after the time for the new tokens according to ``times``, the times
-        known so far.
+        Returns the observations that follow from the append. The first append of a trajectory after its lease shows
+        nothing, because the rollout has first read its prompt or prefix.
         """
         pairs: list[tuple[int, float]] = []
-        reads: list[float] = []
-        sampled = 0
         for trajectory, count in tokens:
-            before, self._last[trajectory] = self._last.get(trajectory), (now, 0, running)
-            if before is None or count < 1 or sampled >= _SAMPLES_PER_APPEND:
-                continue
-            since, prefix, then = before
-            sampled += 1
-            if prefix >= _READ_TOKENS:
-                reads.append(max(0.0, now - since - count * times.table[min(running, MAX_RUNNING)]) / prefix)
-            elif not prefix:
+            before, self._last[trajectory] = self._last.get(trajectory), (now, running)
+            if before is not None and count >= 1 and len(pairs) < _SAMPLES_PER_APPEND:
+                since, then = before
                 pairs.append(((running + then + 1) // 2, (now - since) / count))
-        return Observed(tuple(pairs), tuple(reads))
+        return Observed(tuple(pairs))
 
     def ended(self, trajectories: Iterable[int]) -> None:
         """Forget answers that the rollout no longer runs."""

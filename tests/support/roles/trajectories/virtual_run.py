@@ -75,8 +75,6 @@ class _Rollout(Struct):
     """Segments that the rollout has generated but not appended yet, by trajectory."""
     made: dict[int, int] = {}
     """Number of generated tokens by trajectory, including those that are not appended yet."""
-    requested_back: set[int] = set()
-    """Trajectories that the rollout gives back with its next segment."""
 
 
 class VirtualRun:
@@ -116,8 +114,6 @@ class VirtualRun:
         self.ticks = 0
         self.made = 0
         """Number of tokens generated."""
-        self.moved = 0
-        """Number of trajectories that were moved to another rollout."""
         self.store = self._open()
 
     # ── events of a tick ───────────────────────────────────────────────────────────────────────────────────────────
@@ -220,20 +216,17 @@ class VirtualRun:
             rollout.made[item.trajectory] = self.setting.longest - item.max_new
 
     def _append(self, name: str, segments: list[Segment], finished: list[int]) -> None:
-        rollout, lost, leaving = self.rollouts[name], set[int](), set[int]()
+        rollout, lost = self.rollouts[name], set[int]()
         while segments or finished:
-            leaving = rollout.requested_back & {segment.trajectory for segment in segments} - {*finished}
-            answer = self.store.append(self._incarnation(name), segments, finished, sorted(leaving))
+            answer = self.store.append(self._incarnation(name), segments, finished)
             if not isinstance(answer, Denied):
                 assert isinstance(answer, Done)
-                rollout.requested_back = set(answer.hand_back)
                 break
             lost.update(answer.lost)
             segments = [segment for segment in segments if segment.trajectory not in lost]
             finished = [trajectory for trajectory in finished if trajectory not in lost]
-        for trajectory in (*finished, *lost, *leaving):
+        for trajectory in (*finished, *lost):
             rollout.held.pop(trajectory, None)
-        self.moved += len(leaving)
 
     def _score(self) -> None:
         who = self._incarnation(SCORER)

@@ -27,7 +27,6 @@ from rrl.tests.support.roles.trajectories.crew import (
     lease,
     open_store,
     score,
-    segment,
 )
 
 ENDPOINT = incarnation_of("endpoint/0")
@@ -148,13 +147,3 @@ def test_nothing_is_reported_before_the_first_weights_and_while_the_trainer_has_
 
 def complete(store: Store, trajectories: Sequence[int]) -> None:
     assert score(store) == list(trajectories)
-
-
-def test_rollout_that_hands_its_work_over_no_longer_holds_it(tmp_path: Path) -> None:
-    store = published(open_store(tmp_path, ALL, max_ahead_batches=0))
-    items = lease(store, ROLLOUT)
-    assert report(store) == held_by(ROLLOUT)
-    assert store.append(ROLLOUT, [segment(items[0].trajectory)], handed_over=(items[0].trajectory,)) == Done()
-    assert not report(store).only_holders, "any rollout may take it"
-    lease(store, OTHER)
-    assert report(store) == held_by(ROLLOUT, OTHER)

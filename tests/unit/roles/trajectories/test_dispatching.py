@@ -1,30 +1,22 @@
-"""The store leases by expected length, and lets running trajectories move to other rollouts.
-
-A restarted store makes the same decisions.
-"""
+"""The store leases by expected length, and a restarted store makes the same decisions."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from rrl.core.types import Incarnation, ReplicaId
-from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.core.types import Incarnation
 from rrl.roles.trajectories.dispatch.token_times import Observed, TokenTimes
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import GroupCreated, ItemsOrdered, TimesObserved, decode
-from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Append, Denied, Done, Item, Leased, Prompt
+from rrl.roles.trajectories.types import Done, Item, Leased, Prompt
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     OTHER,
-    REWARD,
     ROLLOUT,
     TRAINER,
     bind,
@@ -35,7 +27,6 @@ from rrl.tests.support.roles.trajectories.crew import (
     score,
     segment,
 )
-from rrl.transport.keys import RunKeys
 
 SIZE = 2
 GROUPS = 4
@@ -93,7 +84,7 @@ def _step(store: Store, number: int, clock: Clock | None = None) -> list[int]:
             if made + count == _length(item):
                 finished.append(trajectory)
                 del held[trajectory]
-        assert store.append(ROLLOUT, segments, finished, (), clock.now) == Done()
+        assert store.append(ROLLOUT, segments, finished, clock.now) == Done()
     store.flush()
     score(store)
     commit(store, bind(store, number))
@@ -161,15 +152,14 @@ def test_a_restarted_store_makes_the_same_thousand_decisions(tmp_path: Path, com
     assert other._work.by_length
 
 
-def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
-    """Play a step with two rollouts, of which the second is half as fast.
+def _step_of_two(store: Store, number: int, clock: Clock) -> list[list[int]]:
+    """Play a step with two rollouts of three places, of which the second is half as fast.
 
     Return the decisions of the store in order.
     """
     held: dict[Incarnation, dict[int, tuple[Item, int]]] = {ROLLOUT: {}, OTHER: {}}
-    leaving: dict[Incarnation, tuple[int, ...]] = {ROLLOUT: (), OTHER: ()}
     due = {ROLLOUT: clock.now, OTHER: clock.now}
-    decided: list[object] = []
+    decided: list[list[int]] = []
     ended = 0
     for who in held:
         store.lease(who, 0, (), None, clock.now)  # tells a restarted store that this rollout has no free places yet
@@ -183,22 +173,16 @@ def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
             mine[trajectory] = item, made + count
             if made + count == _length(item):
                 finished.append(trajectory)
-        gone = [each for each in leaving[who] if each in mine and each not in finished]
         if segments:
-            answer = store.append(who, segments, finished, gone, clock.now)
-            assert isinstance(answer, Done)
-            leaving[who] = answer.hand_back
-            decided.append(answer.hand_back)
-        for trajectory in (*finished, *gone):
+            assert store.append(who, segments, finished, clock.now) == Done()
+        for trajectory in finished:
             del mine[trajectory]
         ended += len(finished)
-        leased = store.lease(who, 8 - len(mine), sorted(mine), None, clock.now)
+        leased = store.lease(who, 3 - len(mine), sorted(mine), None, clock.now)
         assert isinstance(leased, Leased)
         decided.append([item.trajectory for item in leased.items])
         for item in leased.items:
-            so_far = sum(len(each.tokens) for each in item.so_far)
-            whole = msgspec.structs.replace(item, max_new=item.max_new + so_far)
-            mine[item.trajectory] = whole, so_far
+            mine[item.trajectory] = item, 0
         due[who] = clock.now + SEGMENT * (1 + len(mine)) / (100 if who == ROLLOUT else 50)
     store.flush()
     score(store)
@@ -206,22 +190,20 @@ def _step_of_two(store: Store, number: int, clock: Clock) -> list[object]:
     return decided
 
 
-def test_restarted_store_restores_token_times_and_decides_on_the_same_moves(tmp_path: Path) -> None:
+def test_restarted_store_restores_token_times_and_shares_work_as_before(tmp_path: Path) -> None:
     one, other = _open(tmp_path / "one"), _open(tmp_path / "other")
     clocks = Clock(), Clock()
-    moves = decisions = 0
+    decisions = 0
     for number in range(1, 61):
         first, second = _step_of_two(one, number, clocks[0]), _step_of_two(other, number, clocks[1])
         assert first == second
         decisions += len(first)
-        moves += sum(isinstance(each, tuple) and bool(each) for each in first)
         for who in (ROLLOUT, OTHER):
             assert other._state.times_of(who).observations() == one._state.times_of(who).observations()
         if number % 2 == 0:
             other.close()
             other = _open(tmp_path / "other")
     assert decisions > 1000
-    assert moves > 10
     assert one._state.times_of(OTHER).table[4] > one._state.times_of(ROLLOUT).table[4]
 
 
@@ -340,159 +322,3 @@ def test_changed_window_after_a_restart_loses_no_prompt(tmp_path: Path) -> None:
     left = store._state.item_order
     before = set(range(store._state.next_group + len(left))) - created - {*left}
     assert len(before) == first * GROUPS, "an item was left out, or used twice"
-
-
-# ── moves of running trajectories ────────────────────────────────────────────────────────────────────────────────────
-def _crowded(folder: Path) -> tuple[Store, list[Item], float]:
-    """Let rollout 0 work on a whole batch, while rollout 1 has four free places and no work.
-
-    Return the store, the items of rollout 0, and the time.
-    """
-    store, clock = _open(folder), Clock()
-    for number in range(1, TAUGHT + 1):
-        _step(store, number, clock)
-    for who in (ROLLOUT, OTHER):  # times of both rollouts, as earlier steps would have shown them
-        shown = tuple((running, (1 + running) / 100) for running in (8, 6, 4, 1) for _ in range(8))
-        store._durable.write(TimesObserved(who, Observed(shown)))
-    items = list(lease(store, ROLLOUT, 8))
-    assert len(items) == 8
-    assert lease(store, OTHER, 4) == ()
-    return store, items, clock.now
-
-
-def _grow(store: Store, items: list[Item], made: int, now: float, handed_over: list[int]) -> Done | Denied:
-    """Append a segment to each trajectory of rollout 0, without ending any."""
-    segments = [segment(item.trajectory, made, (5,) * SEGMENT) for item in items]
-    answer = store.append(ROLLOUT, segments, (), handed_over, now + SEGMENT * 0.09)
-    assert isinstance(answer, Done | Denied)
-    store.flush()
-    return answer
-
-
-def test_a_trajectory_moves_to_an_idle_rollout_with_all_its_tokens(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    answer = _grow(store, items, 0, now, [])
-    assert isinstance(answer, Done)
-    moved = answer.hand_back
-    assert moved
-    assert lease(store, OTHER, 4) == (), "a trajectory was leased twice before it was handed over"
-    _grow(store, items, SEGMENT, now + 2, list(moved))
-    kept = [item.trajectory for item in items if item.trajectory not in moved]
-    assert not set(moved) & {item.trajectory for item in lease(store, ROLLOUT, 8, kept)}, (
-        "a trajectory that was handed over was leased to its old rollout"
-    )
-    got = {item.trajectory: item for item in lease(store, OTHER, 4)}
-    assert set(moved) <= set(got)
-    for trajectory in moved:
-        assert sum(len(each.tokens) for each in got[trajectory].so_far) == 2 * SEGMENT
-    late = store.append(ROLLOUT, [segment(moved[0], 2 * SEGMENT, (5,) * SEGMENT)])
-    assert isinstance(late, Denied)
-    assert late.lost == (moved[0],)
-
-
-def test_rollout_that_ignores_a_hand_over_request_continues_unchanged(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    first = _grow(store, items, 0, now, [])
-    assert isinstance(first, Done)
-    assert first.hand_back
-    for number in range(1, 5):
-        again = _grow(store, items, number * SEGMENT, now + 2 * number, [])
-        assert isinstance(again, Done), "a segment of a trajectory that was requested back was refused"
-        assert set(first.hand_back) <= set(again.hand_back), (
-            "a trajectory is no longer requested back, although it was not handed over"
-        )
-    assert lease(store, OTHER, 4) == ()
-
-
-def test_nothing_is_requested_back_for_a_rollout_that_has_left(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    assert _grow(store, items, 0, now, []) != Done()
-    store.update_membership(each for each in ALL if each != OTHER)
-    assert _grow(store, items, SEGMENT, now + 2, []) == Done()
-    third = Incarnation(ReplicaId("rollout/2"), 1)
-    store.update_membership([ROLLOUT, third, REWARD])
-    assert lease(store, third, 4) == ()
-    assert _grow(store, items, 2 * SEGMENT, now + 4, []) != Done(), (
-        "no trajectory is requested back for the next rollout with free places"
-    )
-
-
-def test_a_store_that_restarts_after_a_hand_over_gives_the_trajectory_to_another_rollout(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    answer = _grow(store, items, 0, now, [])
-    assert isinstance(answer, Done)
-    (moved, *_) = answer.hand_back
-    _grow(store, items, SEGMENT, now + 2, [moved])
-    store.close()
-    store = _open(tmp_path)
-    kept = [item.trajectory for item in items if item.trajectory != moved]
-    lease(store, ROLLOUT, 0, kept)
-    assert [item.trajectory for item in lease(store, OTHER, 4)] == [moved]
-
-
-def test_handed_over_trajectory_may_go_to_a_third_rollout_if_the_idle_one_is_full(tmp_path: Path) -> None:
-    third = Incarnation(ReplicaId("rollout/2"), 1)
-    store, items, now = _crowded(tmp_path)
-    answer = _grow(store, items, 0, now, [])
-    assert isinstance(answer, Done)
-    store.update_membership([*ALL, third])
-    _grow(store, items, SEGMENT, now + 2, list(answer.hand_back))
-    assert not lease(store, third, 4), (
-        "a trajectory was leased to another rollout than the one for which it was requested back"
-    )
-    store.lease(OTHER, 0)  # this rollout has no free place any more
-    assert {item.trajectory for item in lease(store, third, 4)} == set(answer.hand_back)
-
-
-def test_hand_over_of_an_ended_or_foreign_trajectory_changes_nothing(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    first, second, *_ = items
-    store.append(ROLLOUT, [segment(first.trajectory)], [first.trajectory], [first.trajectory], now + 1)
-    assert store.lease_scoring(REWARD, 1) is not None
-    store.append(OTHER, [], [], [second.trajectory], now + 1)
-    assert lease(store, OTHER, 4) == ()
-
-
-def test_client_hands_over_requested_trajectories_with_its_next_segment(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    requests: list[Append] = []
-
-    async def send(request: Append, wait: float) -> object:
-        requests.append(request)
-        return answer(store, request, now + 2 * len(requests))
-
-    async def run() -> list[tuple[int, ...]]:
-        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None)
-        client._send = send  # type: ignore[assignment, method-assign]
-        gone: list[tuple[int, ...]] = []
-        for number in range(4):
-            left = [item for item in items if item.trajectory not in {each for those in gone for each in those}]
-            waits = left[:1] if number == 1 else left  # the second append has a segment of only one trajectory
-            made = [sum(each.trajectory == item.trajectory for r in requests for each in r.segments) for item in waits]
-            segments = [
-                segment(item.trajectory, SEGMENT * count, (5,) * SEGMENT)
-                for item, count in zip(waits, made, strict=True)
-            ]
-            gone.append(await client.append(segments))
-        return gone
-
-    first, second, third, fourth = asyncio.run(run())
-    assert first == ()
-    assert set(second) <= {items[0].trajectory}
-    assert third or fourth
-    assert [request.handed_over for request in requests] == [(), second, third, fourth]
-    assert {*second, *third, *fourth} <= {item.trajectory for item in lease(store, OTHER, 4)}
-
-
-def test_single_segment_among_many_running_answers_chooses_no_further_moves(tmp_path: Path) -> None:
-    store, items, now = _crowded(tmp_path)
-    before = _grow(store, items, 0, now, [])
-    assert isinstance(before, Done)
-    engine = store._work._engines._engine(ROLLOUT)
-    assert engine.tokens == 0, "tokens still count after the moves of the engine were chosen"
-    for number in (1, 2):
-        answer = store.append(ROLLOUT, [segment(items[0].trajectory, SEGMENT + number - 1, (5,))], (), (), now + number)
-        assert answer == before
-        assert engine.tokens == number
-    _grow(store, items[1:], SEGMENT, now + 6, [])
-    assert engine.tokens == 0

@@ -330,7 +330,7 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
         script.send_request(0, LeaseWork(ROLLOUT, 2))
         await script.until(lambda: 0 in script.replies)
         before = script.flushes
-        request = Append(ROLLOUT, (segment(0), segment(1)), (0,), (), LeaseWork(ROLLOUT, 2, 0.0, (1,)))
+        request = Append(ROLLOUT, (segment(0), segment(1)), (0,), LeaseWork(ROLLOUT, 2, 0.0, (1,)))
         script.send_request(1, request)
         await script.until(lambda: 1 in script.replies)
         assert script.flushes == before + 1

@@ -14,15 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rrl.roles.trajectories.dispatch import lengths as module
-from rrl.roles.trajectories.dispatch.lengths import (
-    Answer,
-    GroupEstimate,
-    Lengths,
-    LengthState,
-    expected_left,
-    partial_means,
-    survival,
-)
+from rrl.roles.trajectories.dispatch.lengths import Answer, Lengths, LengthState
 
 LIMIT = 4_000
 Fact = tuple[tuple[int, ...], list[Answer]]
@@ -73,12 +65,10 @@ def test_every_estimate_is_finite(facts: list[Fact]) -> None:
     lengths = Lengths(LIMIT)
     for prompt, those in facts:
         lengths.observe(prompt, those)
-        estimate = lengths.refine(lengths.expect(prompt), those)
+        estimate = lengths.expect(prompt)
         assert math.isfinite(estimate.mean)
         assert estimate.variance >= 0.0
         assert estimate.within > 0.0
-        for progress in (0, 1, 100, LIMIT - 1):
-            assert 1.0 <= expected_left(estimate, progress, LIMIT) <= LIMIT - progress
 
 
 def test_new_prompts_are_ranked_by_their_tokens() -> None:
@@ -94,7 +84,6 @@ def test_lengths_independent_of_prompts_do_not_separate() -> None:
     for number in range(300):
         lengths.observe((1, 2, 7 + number % 2, 10 + number), answers(math.log(300) + rng.gauss(0, 1), rng))
     assert not lengths.separates
-    assert lengths.informed
 
 
 def test_a_ranker_that_was_right_and_is_wrong_now_stops_separating() -> None:
@@ -106,7 +95,6 @@ def test_a_ranker_that_was_right_and_is_wrong_now_stops_separating() -> None:
 
 def test_lengths_do_not_separate_before_enough_groups() -> None:
     assert not taught(15).separates
-    assert not taught(15).informed
 
 
 def test_earlier_answers_of_a_prompt_correct_the_estimate_from_its_tokens() -> None:
@@ -142,7 +130,6 @@ def test_truncated_answers_count_as_longer_than_the_limit() -> None:
         cut.observe((number,), those)
         ended.observe((number,), [Answer(each.tokens, True) for each in those])
     assert cut.typical.mean > ended.typical.mean + 0.1
-    assert expected_left(cut.typical, 0, 100) > expected_left(ended.typical, 0, 100)
 
 
 @pytest.mark.parametrize("ended", [0.0, 0.02])
@@ -156,7 +143,7 @@ def test_answers_that_are_nearly_always_cut_do_not_raise_the_estimate_without_en
         prompt = tuple(rng.randrange(12) for _ in range(6))
         lengths.observe(prompt, [Answer(7, True) if rng.random() < ended else Answer(16, False) for _ in range(4)])
         assert lengths.expect(prompt).mean < math.log(16) + 2.0
-        assert lengths.typical.deviation < 4.0
+        assert lengths.typical.within < 4.0
     for _ in range(400):
         lengths.observe((rng.randrange(12),), [Answer(4, True)] * 4)
     assert abs(lengths.typical.mean - math.log(4)) < 0.5, "the estimate does not follow answers that become shorter"
@@ -167,30 +154,3 @@ def test_answer_of_maximum_length_counts_as_cut_even_if_reported_as_ended() -> N
     first.observe((1,), [Answer(100, True), Answer(50, True)])
     second.observe((1,), [Answer(100, False), Answer(50, True)])
     assert first.state() == second.state()
-
-
-def test_finished_and_running_siblings_refine_the_estimate() -> None:
-    lengths = Lengths(LIMIT)
-    before = GroupEstimate(math.log(200), 0.8, 0.3)
-    done = lengths.refine(before, [Answer(1500, True), Answer(1200, True), Answer(10, False)])
-    running = lengths.refine(before, [Answer(900, False), Answer(900, False)])
-    barely = lengths.refine(before, [Answer(5, False), Answer(5, False)])
-    assert done.mean > math.log(800)
-    assert done.variance < 0.3
-    assert math.log(200) < running.mean < math.log(2500)
-    assert abs(barely.mean - before.mean) < 0.05
-    assert abs(barely.variance - before.variance) < 0.05
-    assert lengths.refine(before, [Answer(0, False)]) == before
-
-
-def test_expected_remaining_length_is_the_mean_above_the_progress() -> None:
-    estimate, rng = GroupEstimate(math.log(300), 0.1, 0.3), random.Random(1)
-    sample = [min(LIMIT, rng.lognormvariate(estimate.mean, estimate.deviation)) for _ in range(40_000)]
-    for progress in (0, 200, 800):
-        longer = [length - progress for length in sample if length > progress]
-        assert expected_left(estimate, progress, LIMIT) == pytest.approx(sum(longer) / len(longer), rel=0.05)
-        assert survival(estimate, progress) == pytest.approx(len(longer) / len(sample), abs=0.01)
-    nothing, mean = partial_means(estimate.mean, estimate.deviation, (0, LIMIT))
-    assert nothing == 0.0
-    assert mean == pytest.approx(sum(sample) / len(sample), rel=0.03)
-    assert expected_left(estimate, LIMIT, LIMIT) == 0.0

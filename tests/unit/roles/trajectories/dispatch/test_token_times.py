@@ -52,47 +52,33 @@ def test_engine_without_observations_has_the_median_times_of_the_others() -> Non
     assert slow.table_among([slow, fast, usual]) == slow.table
 
 
-def test_an_append_shows_the_time_of_a_token_and_that_of_reading_a_prefix() -> None:
+def test_appends_after_the_first_show_the_time_of_a_token() -> None:
     appends, times = AppendTimes(), TokenTimes()
-    now = 100.0
-    appends.leased(1, 0, 2, now)
-    for _ in range(8):
-        now += 64 * 0.01
-        times.add(appends.appended([(1, 64)], 2, now, times))
+    assert appends.appended([(1, 64)], 2, 100.0) == Observed(), "the time since the lease includes that for the prompt"
+    for number in range(1, 9):
+        times.add(appends.appended([(1, 64)], 2, 100.0 + number * 64 * 0.01))
     assert times.table[2] == pytest.approx(0.01)
-    for trajectory in range(10, 15):
-        appends.leased(trajectory, 1000, 2, now)
-        now += 0.5 + 64 * 0.01
-        times.add(appends.appended([(trajectory, 64)], 2, now, times))
-    assert times.read == pytest.approx(0.5 / 1000, rel=0.05)
 
 
 def test_append_of_an_ended_answer_gives_no_observation() -> None:
     appends = AppendTimes()
-    appends.leased(1, 0, 1, 0.0)
+    appends.appended([(1, 64)], 1, 0.0)
     appends.ended([1])
-    assert appends.appended([(1, 64)], 1, 0.64, TokenTimes()) == Observed()
-
-
-def test_time_of_reading_a_prefix_is_never_zero() -> None:
-    times = TokenTimes()
-    times.add(Observed((), (0.0,) * 5))  # the prefix was in the engine's cache
-    assert times.read > 0.0
+    assert appends.appended([(1, 64)], 1, 0.64) == Observed()
 
 
 @given(
     st.lists(st.tuples(st.integers(-1, 600), st.floats(-1.0, 10.0)), max_size=80),
-    st.lists(st.floats(0.0, 1.0), max_size=40),
     st.lists(st.tuples(st.integers(1, 600), st.floats(0.001, 10.0)), max_size=20),
 )
 def test_times_restored_from_counted_observations_stay_equal_after_further_ones(
-    tokens: list[tuple[int, float]], reads: list[float], later: list[tuple[int, float]]
+    tokens: list[tuple[int, float]], later: list[tuple[int, float]]
 ) -> None:
     one = TokenTimes()
-    one.add(Observed(tuple(tokens), tuple(reads)))
+    one.add(Observed(tuple(tokens)))
     other = TokenTimes()
     other.add(one.observations())
     for times in (one, other):
         times.add(Observed(tuple(later)))
-    assert (one.table, one.read) == (other.table, other.read)
+    assert one.table == other.table
     assert one.observations() == other.observations()
