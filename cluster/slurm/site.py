@@ -14,7 +14,7 @@ from msgspec import Struct
 from ...core.command_runner import CommandResult
 from ..base import Refused, Unanswered
 from .commands import SlurmLimits, execute, failure, output_of, rejects_job
-from .parsing import Unreadable, fields, read_config
+from .parsing import fields, parsed, read_config
 from .requests import SHAPES_FORMAT, Partition, read_partitions
 
 _LIMITS = SlurmLimits()
@@ -63,19 +63,13 @@ class Accounts(Struct, frozen=True, tag=True):
 async def configuration() -> dict[str, str]:
     """Return the settings of ``scontrol show config`` by name. Raises Refused or Unanswered."""
     text = await output_of(("scontrol", "show", "config"), _LIMITS.read_timeout_s)
-    try:
-        return read_config(text)
-    except Unreadable as error:
-        raise Unanswered(f"scontrol: {error}") from error
+    return parsed("scontrol", read_config, text)
 
 
 async def partitions() -> tuple[Partition, ...]:
     """Return the partitions that this user sees. Raises Refused or Unanswered."""
     text = await output_of(("sinfo", "-e", "-h", "-o", fields(*SHAPES_FORMAT)), _LIMITS.read_timeout_s)
-    try:
-        return tuple(read_partitions(text))
-    except Unreadable as error:
-        raise Unanswered(f"sinfo: {error}") from error
+    return tuple(parsed("sinfo", read_partitions, text))
 
 
 async def accounts() -> Accounts:
