@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ..core.text import on_one_line
+from ..core.types import UsageError
 from .health_rules import Rules
 from .toml_positions import Path as KeyPath
 from .toml_positions import lines_of, nearest_line
@@ -29,7 +30,7 @@ MAX_MESSAGE_CHARS = 400
 """Maximum length of an error message in characters; a longer value is truncated."""
 
 
-class RulesError(Exception):
+class RulesError(UsageError):
     """The site's rules are invalid. The text is one line: file, line, key, what is wrong, what would be right."""
 
 

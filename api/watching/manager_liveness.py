@@ -164,14 +164,13 @@ def ask_slurm(uid: int) -> SlurmJobs:
     """Query Slurm once for all jobs of a user. Blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
     from ...cluster.base import AllocationState, Refused, Unanswered
     from ...cluster.slurm.commands import output_of
-    from ...cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
+    from ...cluster.slurm.parsing import JOBS_FORMAT, parsed, read_jobs
     from ...core.command_runner import run_coroutine
 
     try:
-        jobs = read_jobs(
-            run_coroutine(output_of(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
-        )
-    except (Refused, Unanswered, Unreadable) as error:
+        argv = ("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT)
+        jobs = parsed("squeue", read_jobs, run_coroutine(output_of(argv, SQUEUE_TIMEOUT_S)))
+    except (Refused, Unanswered) as error:
         return SlurmJobs(unknown=f"Slurm cannot be asked: {str(error).partition(chr(10))[0]}")
     return SlurmJobs(tuple(job for job in jobs if job.state is not AllocationState.ENDED))
 

@@ -84,8 +84,8 @@ def read_slurm(wanted: DoctorOptions) -> Slurm | str:
     first = run_readers(
         {
             "config": _config,
-            "partitions": lambda: asyncio.run(site.partitions()),
-            "accounts": lambda: asyncio.run(site.accounts()),
+            "partitions": lambda: asyncio.run(site.query_partitions()),
+            "accounts": lambda: asyncio.run(site.query_accounts()),
             "limits": lambda: asyncio.run(site.read_limits(wanted.given())),
         },
         2 * SLURM_TIMEOUT_S,
@@ -107,7 +107,7 @@ def _config() -> Config | None:
     """Return Slurm's configuration; None if no cluster is configured here. Raises Refused or Unanswered."""
     began = time.monotonic()
     try:
-        values = asyncio.run(site.configuration())
+        values = asyncio.run(site.query_config())
     except NoCluster:
         return None
     return Config(values, seconds=time.monotonic() - began)

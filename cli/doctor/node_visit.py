@@ -86,7 +86,9 @@ def visit_node(facts: Facts) -> Visit | Unavailable:
             (folder / NONCE_FILE).write_text(listener.nonce)
             return _run_job(folder, listener, options, _addresses(facts, listener.port))
     except OSError as error:
-        return Unavailable(f"{error.filename}: {error.strerror}: no folder for the node's report could be created")
+        return Unavailable(
+            f"{error.filename or folder}: {error.strerror or error}: no report of a node could be received"
+        )
     except (NoNode, Refused, Unanswered) as error:
         return Unavailable(str(error))
     finally:

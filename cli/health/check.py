@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...config.health_rules_file import RulesError, load_rules
+from ...config.health_rules_file import load_rules
 from ...core.types import Finding, NodeName, UsageError, Verdict
 from ...core.units import seconds
 from ...health.check_memory import (
@@ -208,10 +208,7 @@ def _print_problems(problems: Sequence[str], json: bool) -> None:
 
 def site_rules(config: Path | None) -> Any:
     """Load the site's rules. Raises UsageError for a mistake in them."""
-    try:
-        rules = load_rules(config)
-    except RulesError as error:
-        raise UsageError(str(error)) from None
+    rules = load_rules(config)
     if wrong := unknown_checks(rules):
         raise UsageError(f"{config or 'health.toml'}: checks.{wrong[0]}: {_no_check(wrong[0])}")
     return rules

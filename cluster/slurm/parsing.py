@@ -7,9 +7,10 @@ reasons do no harm. Text that cannot be parsed raises :class:`Unreadable`; the s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from enum import StrEnum
+from typing import TypeVar
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 from msgspec import Struct
@@ -17,11 +18,12 @@ from msgspec import Struct
 from ...core.drains import DrainOwner, drain_owner
 from ...core.types import NodeName
 from ...core.units import seconds
-from ..base import AllocationState, NodeState, NodeStatus
+from ..base import AllocationState, NodeState, NodeStatus, Unanswered
 from .commands import MANAGER, NODE_UNKNOWN
 from .node_states import DRAIN, RESERVATIONS, marks, node_state
 from .refusals import never_clears
 
+T = TypeVar("T")
 _RS, _US = "\x1e", "\x1f"
 JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%L", "%l", "%S", "%e", "%k"))
 """Format for ``squeue -h -o``: id, displayed id (``12+1``: component 1 of job 12), state, nodes, name, reason, time
@@ -71,6 +73,14 @@ UNKNOWN_NODE = NodeStatus(NodeState.UNKNOWN, "not known to Slurm")
 
 class Unreadable(Exception):
     """Slurm printed text that cannot be parsed."""
+
+
+def parsed(command: str, parse: Callable[[str], T], text: str) -> T:
+    """Return what ``parse`` reads in the output of a command. Raises Unanswered if it cannot be parsed."""
+    try:
+        return parse(text)
+    except Unreadable as error:
+        raise Unanswered(f"{command}: {error}") from error
 
 
 class JobEnd(StrEnum):

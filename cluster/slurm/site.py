@@ -14,7 +14,7 @@ from msgspec import Struct
 from ...core.command_runner import CommandResult
 from ..base import Refused, Unanswered
 from .commands import SlurmLimits, execute, failure, output_of, rejects_job
-from .parsing import Unreadable, fields, read_config
+from .parsing import fields, parsed, read_config
 from .requests import SHAPES_FORMAT, Partition, read_partitions
 
 _LIMITS = SlurmLimits()
@@ -60,25 +60,19 @@ class Accounts(Struct, frozen=True, tag=True):
         return tuple(dict.fromkeys(row["account"] for row in self.associations))
 
 
-async def configuration() -> dict[str, str]:
+async def query_config() -> dict[str, str]:
     """Return the settings of ``scontrol show config`` by name. Raises Refused or Unanswered."""
     text = await output_of(("scontrol", "show", "config"), _LIMITS.read_timeout_s)
-    try:
-        return read_config(text)
-    except Unreadable as error:
-        raise Unanswered(f"scontrol: {error}") from error
+    return parsed("scontrol", read_config, text)
 
 
-async def partitions() -> tuple[Partition, ...]:
+async def query_partitions() -> tuple[Partition, ...]:
     """Return the partitions that this user sees. Raises Refused or Unanswered."""
     text = await output_of(("sinfo", "-e", "-h", "-o", fields(*SHAPES_FORMAT)), _LIMITS.read_timeout_s)
-    try:
-        return tuple(read_partitions(text))
-    except Unreadable as error:
-        raise Unanswered(f"sinfo: {error}") from error
+    return tuple(parsed("sinfo", read_partitions, text))
 
 
-async def accounts() -> Accounts:
+async def query_accounts() -> Accounts:
     """Return the user's accounts and their limits. Raises Refused or Unanswered."""
     user = getpass.getuser()
     entry = await _accounting("user", ("adminlevel", "defaultaccount"), "where", f"name={user}")
@@ -101,12 +95,12 @@ async def try_job(script: str, *options: str, timeout_s: float = _LIMITS.write_t
 async def read_limits(options: Mapping[str, str]) -> JobLimits:
     """Read the limits for jobs with these sbatch options (account, partition, qos). Never raises."""
     try:
-        config = await configuration()
+        config = await query_config()
         steps = config.get("MaxStepCount", "")
         per_job = int(steps) if steps.isdigit() else 0
         if not enforced(config):
             return JobLimits(steps_per_job=per_job)
-        found, qos = await accounts(), await _accounting("qos", _QOS)
+        found, qos = await query_accounts(), await _accounting("qos", _QOS)
     except (Refused, Unanswered, OSError) as error:
         return JobLimits(unknown=str(error))
     account = options.get("account") or found.default

@@ -87,7 +87,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     problems: list[Problem] = []
     starts: dict[str, str] = {}
     try:
-        partitions = await site.partitions()
+        partitions = await site.query_partitions()
         # requests of one node group differ only by their tags
         for request in {one.node_group: one for one in initial_requests(_RUN_ID, spec)}.values():
             too_large = [

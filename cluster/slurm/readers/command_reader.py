@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
 
 from ....core.command_runner import CommandResult
 from ....core.types import NodeName
@@ -17,7 +16,6 @@ NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECAS
 """Reply of slurmctld to a change that this user may not make."""
 
 RunCommand = Callable[[tuple[str, ...]], Awaitable[CommandResult]]
-T = TypeVar("T")
 
 
 class CommandReader:
@@ -40,12 +38,12 @@ class CommandReader:
     async def jobs(self) -> list[text.Job]:
         """Return all jobs of this user that slurmctld still knows."""
         ended = await self._output(("squeue", "--me", "-h", "-t", "all", "-o", text.JOBS_FORMAT))
-        return _parsed("squeue", text.read_jobs, ended)
+        return text.parsed("squeue", text.read_jobs, ended.out)
 
     async def steps(self) -> list[text.StepLine]:
         """Return the numbered steps of this user's jobs."""
         ended = await self._output(("squeue", "--me", "-h", "-s", "-o", text.STEPS_FORMAT))
-        return _parsed("squeue -s", text.read_steps, ended)
+        return text.parsed("squeue -s", text.read_steps, ended.out)
 
     async def nodes(self, names: Sequence[NodeName] | None) -> dict[NodeName, NodeStatus]:
         """Return the states of these nodes, or of all nodes."""
@@ -53,26 +51,27 @@ class CommandReader:
         ended = await self._read(("scontrol", "show", "node", "-o", *named))
         if ended.code and not lacks_node(ended):
             raise failure("scontrol", ended)
-        return _parsed("scontrol", text.read_nodes, ended)
+        return text.parsed("scontrol", text.read_nodes, ended.out)
 
     async def node(self, name: NodeName) -> text.NodeInfo:
         """Return the administrative state of a node."""
         ended = await self._read(("scontrol", "show", "node", "-o", name))
         if lacks_node(ended):
             raise Refused(f"{name} is not known to Slurm")
-        infos = _parsed("scontrol", text.read_node_infos, ended)
+        infos = text.parsed("scontrol", text.read_node_infos, ended.out)
         if name not in infos:
             raise failure("scontrol", ended)
         return infos[name]
 
     async def node_infos(self) -> dict[NodeName, text.NodeInfo]:
         """Return all nodes of the cluster, with those of hidden partitions."""
-        return _parsed("scontrol", text.read_node_infos, await self._output(("scontrol", "-a", "show", "node", "-o")))
+        ended = await self._output(("scontrol", "-a", "show", "node", "-o"))
+        return text.parsed("scontrol", text.read_node_infos, ended.out)
 
     async def config(self) -> SlurmConfig:
         """Return the settings of slurmctld."""
         ended = await self._output(("scontrol", "show", "config"))
-        values = _parsed("scontrol", text.read_config, ended)
+        values = text.parsed("scontrol", text.read_config, ended.out)
         return SlurmConfig(values.get("SLURM_VERSION", ""), int(values["InactiveLimit"].split()[0]))
 
     async def drain(self, name: NodeName, reason: str) -> None:
@@ -107,10 +106,3 @@ class CommandReader:
 def one_line(ended: CommandResult) -> str:
     """Return the stderr of a failed command in one line, or the command's exit code if stderr is empty."""
     return " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"
-
-
-def _parsed(command: str, parse: Callable[[str], T], ended: CommandResult) -> T:
-    try:
-        return parse(ended.out)
-    except text.Unreadable as error:
-        raise Unanswered(f"{command}: {error}") from error

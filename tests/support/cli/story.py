@@ -56,6 +56,8 @@ class Story:
         self.stamped: list[ev.Stamped] = []
         self.state: State | None = None
         self.incarnations: dict[str, int] = {}
+        self.written_count = 0
+        """Number of records that are in the journal of the run directory."""
         self.record(ev.RunStarted(run, self.job), ev.ManagerStarted("login1", 4711))
 
     def record(self, *events: ev.Event) -> Story:
@@ -215,8 +217,18 @@ class Story:
         return self if ettr is None else self.record(ev.EttrEstimated(round(ettr, 4)))
 
     # ── on the disk ───────────────────────────────────────────────────────────────────────────────────────────────
+    def goes_on(self, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
+        """Record events, and write all that is new into the journal, as the run's next manager does."""
+        self.record(*events)
+        journal = Journal(run, epoch)
+        for stamped in self.stamped[self.written_count :]:
+            journal.append(msgspec.structs.replace(stamped, epoch=epoch))
+        journal.close()
+        self.written_count = len(self.stamped)
+
     def written(self, root: Path) -> RunDir:
         """Return the run directory of this story under ``root``, as its manager would have left it."""
+        self.written_count = len(self.stamped)
         run = RunDir(root / self.run)
         run.create()
         run.run_spec.write_bytes(msgspec.json.encode(self.job))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
+
+from rrl.cli import main
 
 DEADLINE_S = 60.0
 
@@ -17,6 +20,21 @@ def eventually(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not become true before the deadline"
         time.sleep(0.02)
+
+
+class CommandInThread:
+    """A command of rrl that runs in a thread, and that waits for what a test does meanwhile."""
+
+    def __init__(self, *words: str) -> None:
+        self._codes: list[int] = []
+        self._thread = threading.Thread(target=lambda: self._codes.append(main.run(words)), daemon=True)
+        self._thread.start()
+
+    def ends(self) -> int:
+        """Wait until the command has ended, and return its exit code."""
+        self._thread.join(timeout=DEADLINE_S)
+        assert not self._thread.is_alive()
+        return self._codes[0]
 
 
 class Output:

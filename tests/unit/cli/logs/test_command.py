@@ -17,7 +17,6 @@ from rrl.core.log_lines import stamp
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.manager.intake.standby_promotion import link_log
-from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story, completed
 from rrl.tests.support.cli.waiting import Output, eventually
@@ -279,20 +278,10 @@ def test_following_continues_over_rotation_and_new_incarnations(
         file.write("line\n")
     eventually(lambda: output.lines[4:] == ["rollout/0#1 | half a line"])
     write(run, "rollout-0.2", "its last word")
-    finish(story, run)
+    story.ends(Outcome.COMPLETED, "all steps are done").goes_on(run)
     following.join(timeout=30)
     assert not following.is_alive()
     assert output.lines[5:] == ["rollout/0#2 | its last word"]
-
-
-def finish(story: Story, run: RunDir) -> None:
-    """Record the end of the run as its manager does."""
-    reported = len(story.stamped)
-    story.ends(Outcome.COMPLETED, "all steps are done")
-    journal = Journal(run, 2)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
 
 
 def test_following_an_ended_run_shows_its_logs_and_exits(

@@ -9,14 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from rrl.cli import main
-from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
-from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story, completed, job_view
 
 RUN = "small-1120-064114"
@@ -100,25 +98,17 @@ def test_new_steps_are_followed_until_the_run_ends(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story = Story(RUN, job_view(13)).works().clocks("trainer/0", train=30.0)
-    run, written = story.written(root), len(story.stamped)
-    story.commits(13).ends(Outcome.COMPLETED, "done")
+    run = story.written(root)
     waiting = threading.Event()
 
     def write_the_rest(_: float) -> None:
         if not waiting.is_set():
             waiting.set()
-            _append(run, story.stamped[written:])
+            story.commits(13).ends(Outcome.COMPLETED, "done").goes_on(run)
 
     monkeypatch.setattr("rrl.api.step_rows.time.sleep", write_the_rest)
     assert [row["step"] for row in lines(printed(capsys, "--follow"))] == list(range(1, 14))
     assert waiting.is_set()
-
-
-def _append(run: RunDir, events: list[ev.Stamped]) -> None:
-    journal = Journal(run, 2)
-    for stamped in events:
-        journal.append(msgspec.structs.replace(stamped, epoch=2))
-    journal.close()
 
 
 def test_a_damaged_journal_is_one_line_and_exit_code_2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import msgspec
@@ -10,10 +9,9 @@ import pytest
 from rrl.cli import main
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
-from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.story import Story, completed, job_view
-from rrl.tests.support.cli.waiting import eventually
+from rrl.tests.support.cli.waiting import CommandInThread, eventually
 
 RUN = "small-7"
 
@@ -37,19 +35,11 @@ def test_cancel_leaves_one_command_for_the_manager(root: Path, capsys: pytest.Ca
 def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story(RUN).works()
     run = story.written(root)
-    codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(main.run(["cancel", RUN])), daemon=True)
-    waiting.start()
+    waiting = CommandInThread("cancel", RUN)
     eventually(lambda: bool(pending_commands(run)))
     pending_commands(run)[0].unlink()
-    reported = len(story.stamped)
-    story.ends(Outcome.CANCELLED, "cancel by somebody")
-    journal = Journal(run, 2)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
-    waiting.join(timeout=30)
-    assert codes == [0]
+    story.ends(Outcome.CANCELLED, "cancel by somebody").goes_on(run)
+    assert waiting.ends() == 0
     assert capsys.readouterr().out == f"{RUN}: cancelled after 12 steps; everything is given back\n"
 
 

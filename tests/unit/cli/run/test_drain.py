@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName, Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
-from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.story import Story, completed, job_view
-from rrl.tests.support.cli.waiting import eventually
+from rrl.tests.support.cli.waiting import CommandInThread, eventually
 
 RUN = "small-7"
 N3, N5 = NodeName("n3"), NodeName("n5")
@@ -40,20 +38,11 @@ def sent_command(command: str) -> ev.CommandReceived:
 def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) -> int:
     """Run the command, record the events of a manager that takes it, and return the exit code of the command."""
     run = story.written(root)
-    codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(main.run(arguments)), daemon=True)
-    waiting.start()
+    waiting = CommandInThread(*arguments)
     eventually(lambda: bool(pending_commands(run)))
-    reported = len(story.stamped)
-    story.record(*events)
-    journal = Journal(run, 2)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
+    story.goes_on(run, *events)
     pending_commands(run)[0].unlink()
-    waiting.join(timeout=30)
-    assert not waiting.is_alive()
-    return codes[0]
+    return waiting.ends()
 
 
 @pytest.mark.parametrize("command", ["drain", "undrain"])
@@ -129,16 +118,9 @@ def test_undrain_reports_that_the_node_may_be_used_again(root: Path, capsys: pyt
 def test_drain_names_the_replicas_that_move_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = works()
     run = story.written(root)
-    codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(main.run(["drain", RUN, "n3"])), daemon=True)
-    waiting.start()
+    waiting = CommandInThread("drain", RUN, "n3")
     eventually(lambda: bool(pending_commands(run)))
-    reported = len(story.stamped)
-    story.record(ev.CommandReceived("drain", "anna", "c1", N3))
-    journal = Journal(run, 2)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.flush()
+    story.goes_on(run, ev.CommandReceived("drain", "anna", "c1", N3))
     pending_commands(run)[0].unlink()
     printed: list[str] = []
 
@@ -147,11 +129,6 @@ def test_drain_names_the_replicas_that_move_first(root: Path, capsys: pytest.Cap
         return "n3: rollout/0 moves first ..." in "".join(printed)
 
     eventually(moving)
-    reported = len(story.stamped)
-    story.ends(Outcome.CANCELLED, "cancel by somebody")
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
-    waiting.join(timeout=30)
-    assert codes == [1]
+    story.ends(Outcome.CANCELLED, "cancel by somebody").goes_on(run, epoch=3)
+    assert waiting.ends() == 1
     assert f"{RUN} ended before n3 was drained" in capsys.readouterr().err

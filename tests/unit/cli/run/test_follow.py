@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rrl.cli.run.follow import _REDRAW_KEY, _key_reader, follow
-from rrl.core.run_dir import RunDir
 from rrl.core.types import OperationFailed
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
@@ -46,13 +45,6 @@ def terminal_with(root: Path, command: str, columns: int = 100, rows: int = 40) 
     return Terminal(argv, {"RRL_RUNS_DIR": str(root)}, columns, rows)
 
 
-def print_progress(run: RunDir, story: Story, since: int) -> None:
-    journal = Journal(run, 2)
-    for stamped in story.stamped[since:]:
-        journal.append(stamped)
-    journal.close()
-
-
 @pytest.mark.parametrize(("leave", "command"), [("q", STATUS_LIVE), ("ctrl-c", SUBMIT_WAIT)], ids=["q", "ctrl-c"])
 def test_leaving_the_view_does_not_affect_the_run(tmp_path: Path, leave: str, command: str) -> None:
     run = Story(RUN).works().written(tmp_path)
@@ -78,8 +70,7 @@ def test_key_press_does_not_detach_a_manager_in_the_foreground(tmp_path: Path) -
         eventually(lambda: "Ctrl-C cancels the run" in terminal.drawn)
         eventually(lambda: not terminal.echoes)
         terminal.press("q")
-        reported = len(story.stamped)
-        print_progress(run, story.commits(13), reported)
+        story.commits(13).goes_on(run)
         eventually(lambda: "step 13/40" in terminal.drawn)
         assert terminal.process.poll() is None
         assert "q stops watching" not in terminal.drawn
@@ -134,10 +125,9 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
     following = threading.Thread(target=follow, args=(run,), daemon=True)
     following.start()
     eventually(lambda: len(output.lines) == 1)
-    reported = len(story.stamped)
     story.loses("rollout/0")
     story.fences("rollout/0")
-    print_progress(run, story, reported)
+    story.goes_on(run)
     eventually(lambda: len(output.lines) == 2)
     journal = Journal(run, 3)
     for stamped in completed(RUN).stamped[-1:]:

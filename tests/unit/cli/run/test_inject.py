@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import msgspec
@@ -14,11 +13,10 @@ from rrl.core.types import NodeName, Outcome
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import InjectFault, Why
-from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import LeaseHolder
 from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story, completed, job_view
-from rrl.tests.support.cli.waiting import eventually
+from rrl.tests.support.cli.waiting import CommandInThread, eventually
 
 RUN = "small-7"
 
@@ -27,16 +25,6 @@ def allowing(lease: float = 10.0) -> Story:
     job = job_view()
     limits = msgspec.structs.replace(job.limits, lease=lease)
     return Story(RUN, msgspec.structs.replace(job, faults_allowed=True, limits=limits)).works()
-
-
-def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
-    """Record events as the run's next manager records them once it has taken the command."""
-    reported = len(story.stamped)
-    story.record(*events)
-    journal = Journal(run, epoch)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
 
 
 def test_inject_writes_a_command_with_the_whole_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,9 +122,7 @@ def test_wait_prints_the_outcome_of_the_fault(
     story = allowing()
     run = story.written(root)
     words = ["inject", RUN, "kill", "--target", "rollout/0", "--wait", *(["--json"] if json_wanted else [])]
-    codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
-    waiting.start()
+    waiting = CommandInThread(*words)
     eventually(lambda: bool(pending_commands(run)))
     (command,) = pending_commands(run)
     fault, incarnation = command.fault, story.incarnation("rollout/0")
@@ -145,10 +131,9 @@ def test_wait_prints_the_outcome_of_the_fault(
     reported = ev.FaultInjected(
         fault.id, incarnation, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind
     )
-    goes_on(story, run, ev.FaultRequested(fault, command.by, command.id), ev.Intended(action), reported)
+    story.goes_on(run, ev.FaultRequested(fault, command.by, command.id), ev.Intended(action), reported)
     (run.mailbox / f"{command.id}.json").unlink()
-    waiting.join(timeout=30)
-    assert codes == [0 if ok else 1]
+    assert waiting.ends() == (0 if ok else 1)
     out, err = capsys.readouterr()
     if json_wanted:
         assert json.loads(out)["ok"] is ok
@@ -159,33 +144,29 @@ def test_wait_prints_the_outcome_of_the_fault(
         assert f"rrl: {RUN}: kill rollout/0 was not performed: it was gone\n" in err
 
 
-def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
+def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, CommandInThread, Story, Fault]:
     """Request a fault with a command that waits for the result, and let a manager begin the fault.
 
-    Return the run, a list that gets the exit code of the command, the thread of the command, the story of the run, and
-    the fault.
+    Return the run, the command, the story of the run, and the fault.
     """
     story = allowing(lease)
     run = story.written(root)
-    codes: list[int] = []
     words = ["inject", RUN, "kill", "--target", target, "--wait"]
-    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
-    waiting.start()
+    waiting = CommandInThread(*words)
     eventually(lambda: bool(pending_commands(run)))
     (command,) = pending_commands(run)
     assert command.fault is not None
     action = InjectFault(command.fault, "", NodeName(""), Why(("it is due",)), None)
-    goes_on(story, run, ev.FaultRequested(command.fault, command.by, command.id), ev.Intended(action))
+    story.goes_on(run, ev.FaultRequested(command.fault, command.by, command.id), ev.Intended(action))
     (run.mailbox / f"{command.id}.json").unlink()
-    return run, codes, waiting, story, command.fault
+    return run, waiting, story, command.fault
 
 
 def test_killed_manager_without_successor_is_reported_and_not_awaited(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, codes, waiting, _, _ = begun(root, "manager")
-    waiting.join(timeout=30)
-    assert codes == [0]
+    _, waiting, _, _ = begun(root, "manager")
+    assert waiting.ends() == 0
     reported = f"no manager is running now; the roles keep running, and the next manager takes over: rrl manage {RUN}"
     assert capsys.readouterr().out == f"{RUN}: kill manager: {reported}\n"
 
@@ -193,9 +174,8 @@ def test_killed_manager_without_successor_is_reported_and_not_awaited(
 def test_command_does_not_wait_for_a_manager_that_ends_before_it_reports_the_fault(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, codes, waiting, _, _ = begun(root, "rollout/0")
-    waiting.join(timeout=30)
-    assert codes == [1]
+    _, waiting, _, _ = begun(root, "rollout/0")
+    assert waiting.ends() == 1
     expected = f"no manager of {RUN} is running to report the result of kill rollout/0; to start one: rrl manage {RUN}"
     assert expected in capsys.readouterr().err
 
@@ -204,38 +184,32 @@ def test_command_does_not_wait_for_a_manager_that_ends_before_it_reports_the_fau
 def test_next_manager_reports_a_fault_whose_result_is_unknown(
     root: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    run, codes, waiting, story, fault = begun(root, target, lease=60.0)
+    run, waiting, story, fault = begun(root, target, lease=60.0)
     reported = ev.FaultInjected(fault.id, None, False, "its manager died over it", fault.kind, target, unknown=True)
-    goes_on(story, run, reported, epoch=3)
-    waiting.join(timeout=30)
+    story.goes_on(run, reported, epoch=3)
+    code = waiting.ends()
     out, err = capsys.readouterr()
     if target == "manager":
-        assert codes == [0]
+        assert code == 0
         assert out == f"{RUN}: kill manager: its manager died over it\n"
     else:
-        assert codes == [1]
+        assert code == 1
         assert f"rrl: {RUN}: it is unknown whether kill rollout/0 was performed: its manager died over it\n" in err
 
 
 def test_wait_ends_with_a_message_when_the_run_ends_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = allowing()
     run = story.written(root)
-    codes: list[int] = []
     words = ["inject", RUN, "kill", "--target", "rollout/0", "--at", "step=99", "--wait"]
-    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
-    waiting.start()
+    waiting = CommandInThread(*words)
     eventually(lambda: bool(pending_commands(run)))
     (command,) = pending_commands(run)
     assert command.fault is not None
-    goes_on(
-        story,
-        run,
-        ev.FaultRequested(command.fault, "me", command.id),
-        ev.RunEnded(Outcome.COMPLETED, "all steps are done"),
+    story.goes_on(
+        run, ev.FaultRequested(command.fault, "me", command.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done")
     )
     (run.mailbox / f"{command.id}.json").unlink()
-    waiting.join(timeout=30)
-    assert codes == [1]
+    assert waiting.ends() == 1
     assert f"rrl: {RUN} has ended (completed) before kill rollout/0 was due" in capsys.readouterr().err
 
 

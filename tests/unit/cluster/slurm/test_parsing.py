@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rrl.cluster.slurm.parsing import (
     read_nodes,
     read_steps,
 )
+from rrl.core.drains import DrainOwner
 from rrl.core.types import NodeName
 
 
@@ -128,6 +130,19 @@ def test_odd_drain_reason_ends_where_its_author_and_time_begin(reason: str) -> N
     line = f"NodeName=n1 State=IDLE+DRAIN ThreadsPerCore=1 Reason={reason} [root@2026-11-22T09:08:07]"
     assert read_nodes(line)[NodeName("n1")].reason == reason
     assert read_node_infos(line)[NodeName("n1")] == NodeInfo("IDLE+DRAIN", reason, "root@2026-11-22T09:08:07")
+
+
+def test_partitions_gpus_boot_and_owner_of_a_drain_are_read_from_a_node() -> None:
+    line = (
+        "NodeName=n1 Gres=gpu:h100:8(S:0-1),nic:4 State=IDLE+DRAIN Partitions=a,b BootTime=2026-11-22T01:00:00"
+        " Reason=rrl:health: Xid 79 [root@2026-11-22T09:08:07]"
+    )
+    info = read_node_infos(f"{line}\nNode n9 not found\nNodeName=n2 Gres=(null) State=IDLE BootTime=None\n")
+    assert list(info) == ["n1", "n2"]
+    n1, n2 = info.values()
+    assert (n1.partitions, n1.gpus, n1.booted) == (("a", "b"), 8, datetime(2026, 11, 22, 1).timestamp())
+    assert (n1.drain_owner, n1.reason_at) == (DrainOwner.HOOK, datetime(2026, 11, 22, 9, 8, 7).timestamp())
+    assert n2 == NodeInfo("IDLE", "", "")
 
 
 def test_bars_quotes_and_line_ends_in_a_job_name_are_parsed() -> None:

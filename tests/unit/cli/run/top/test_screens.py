@@ -15,7 +15,6 @@ from rrl.core.run_dir import OwnPath, RunDir
 from rrl.core.types import Version
 from rrl.manager.intake.user_commands import Command, pending_commands
 from rrl.manager.model import events as ev
-from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.status_scenes import crowded, gang
 from rrl.tests.support.cli.story import Story, completed, job_view
 from rrl.tests.support.cli.top import Top, allowing, managed, play
@@ -33,16 +32,6 @@ def written(story: Story, root: Path, age: float = 0.0) -> RunDir:
     at = run.resolved.stat().st_mtime - age
     os.utime(run.resolved, (at, at))
     return run
-
-
-def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
-    """Let the next manager of the run record events."""
-    reported = len(story.stamped)
-    story.record(*events)
-    journal = Journal(run, 2)
-    for stamped in story.stamped[reported:]:
-        journal.append(stamped)
-    journal.close()
 
 
 def names(top: Top) -> list[str]:
@@ -198,8 +187,7 @@ def test_run_shows_new_steps_as_they_are_recorded(root: Path) -> None:
 
     async def scene(top: Top) -> None:
         await top.shows("quick-7  ● running   step 12/40", "#2  n3    generate", "on login1")
-        goes_on(
-            story,
+        story.goes_on(
             run,
             ev.StepCommitted(story.incarnation("trainer/0"), 13, {"reward": 0.5}),
             ev.VersionAvailable(story.incarnation("rollout/1"), Version(13, 1)),
