@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -41,16 +41,6 @@ class PromptFileError(ValueError):
     def __init__(self, text: str, missing_package: str = "") -> None:
         super().__init__(text)
         self.missing_package = missing_package
-
-
-class Rows(Protocol):
-    """The rows of a file, numbered from 0."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]:
-        """Return a row: the value of each column by name."""
-        ...
 
 
 def open_rows(path: Path, prompt: str, required: Sequence[str] = ()) -> Rows:
@@ -166,7 +156,7 @@ class _JsonLines:
             yield place, value
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return a row, as :meth:`Rows.row` describes."""
+        """Return a row, numbered from 0: the value of each column by name."""
         start, descriptor = self._starts[index], self._file.fileno()
         line = os.pread(descriptor, self._ends[index] - start, start)
         before, self._written_at = self._written_at, os.fstat(descriptor).st_mtime_ns
@@ -204,5 +194,9 @@ class _Parquet:
             yield f"{self._path}: row {index + 1}", self.row(index)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return a row, as :meth:`Rows.row` describes."""
+        """Return a row, numbered from 0: the value of each column by name."""
         return {name: self._table.column(name)[index].as_py() for name in self._names}
+
+
+Rows = _JsonLines | _Parquet
+"""The rows of a file."""

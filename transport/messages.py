@@ -83,7 +83,10 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 
 
 class FirstWorkDone(Struct, frozen=True, tag=True):
-    """Sent by a worker after the first unit of work of its incarnation (a rollout's first token after it joined)."""
+    """Sent by a worker after the first unit of work of its incarnation (a rollout's first token after it joined).
+
+    After a failure, the replica now works again. This message and the next three are events of the run's journal, too.
+    """
 
     incarnation: Incarnation
 
@@ -98,21 +101,22 @@ class VersionAvailable(Struct, frozen=True, tag=True):
     version: Version
 
 
-class Committed(Struct, frozen=True, tag=True):
-    """Sent by the trainer after the store has committed a training step.
+class StepCommitted(Struct, frozen=True, tag=True):
+    """Sent by the trainer after the trajectory store has recorded the commit of a training step.
 
     ``metrics`` are for people (``reward``, ``loss``, ...).
     """
 
     incarnation: Incarnation
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = {}
     commit: int = 0
-    """Newest training step of the commit that contains ``step``; 0 if ``step`` is the newest."""
+    """Newest training step of the commit that contains ``step``, to which the checkpoint belongs; 0 or ``step`` if
+    ``step`` is the newest."""
 
     @property
     def completes_commit(self) -> bool:
-        """Return whether ``step`` is the newest step of its commit, which is the step with the checkpoint."""
+        """True for the newest step of its commit. The time of its event is the time of the whole commit."""
         return self.step >= self.commit
 
 
@@ -270,7 +274,7 @@ ToManager = (
     | PhaseEntered
     | FirstWorkDone
     | VersionAvailable
-    | Committed
+    | StepCommitted
     | Evaluated
     | ValuesLogged
     | ExitRecord

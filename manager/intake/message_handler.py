@@ -374,11 +374,10 @@ class MessageHandler:
             self._context.record(ev.VersionAvailable(incarnation, message.weight_version))
         await self._context.send(incoming.peer, self._welcome(incarnation), None)
 
-    def _committed(self, _: Incoming, message: msg.Committed) -> None:
+    def _committed(self, _: Incoming, message: msg.StepCommitted) -> None:
         """Record a commit once: a trainer that reconnects may report a commit that an earlier manager has recorded."""
         if message.step > self._context.state().step:
-            commit = 0 if message.completes_commit else message.commit
-            self._context.record(ev.StepCommitted(message.incarnation, message.step, message.metrics, commit))
+            self._context.record(message)
             if message.completes_commit:
                 self.clock_recorder.on_commit()
 
@@ -420,19 +419,19 @@ class MessageHandler:
         self._update_phase(message.incarnation, message.phase, message.waits_for)
 
     def _first_work_done(self, _: Incoming, message: msg.FirstWorkDone) -> None:
-        self._context.record(ev.FirstWorkDone(message.incarnation))
+        self._context.record(message)
 
     def _version_available(self, _: Incoming, message: msg.VersionAvailable) -> None:
         self._context.record(ev.VersionAvailable(message.incarnation, message.version))
 
     def _evaluated(self, _: Incoming, message: msg.Evaluated) -> None:
         if message.step > self._context.state().evaluated:
-            self._context.record(ev.Evaluated(message.incarnation, message.step, message.metrics))
+            self._context.record(message)
 
     def _values_logged(self, _: Incoming, message: msg.ValuesLogged) -> None:
         names = list(message.values)[: msg.MAX_LOGGED_NAMES]
         values = {escaped(name[: msg.MAX_LOGGED_NAME_CHARS]): message.values[name] for name in names}
-        self._context.record(ev.ValuesLogged(message.incarnation, values))
+        self._context.record(msg.ValuesLogged(message.incarnation, values))
 
     def _finding_report(self, _: Incoming, message: msg.FindingReport) -> None:
         self.finding_gate.on_report(message)
@@ -517,7 +516,7 @@ HANDLERS: Mapping[type, tuple[Senders, Callable[[MessageHandler, Incoming, Any],
     msg.Stacks: (Senders.REGISTERED, MessageHandler._investigation_reply),
     msg.Goodbye: (Senders.REGISTERED, MessageHandler._goodbye),
     # a resumed run continues from the last commit, and counts the last reading of each clock
-    msg.Committed: (Senders.REGISTERED_OR_ENDING, MessageHandler._committed),
+    msg.StepCommitted: (Senders.REGISTERED_OR_ENDING, MessageHandler._committed),
     msg.ClockReport: (Senders.REGISTERED_OR_ENDING, MessageHandler._clock_report),
 }
 """Senders and handler of each message."""

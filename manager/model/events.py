@@ -1,7 +1,8 @@
 """The events of a run, which are the records of its journal: a tagged union of facts that have occurred.
 
-Every record is a :class:`Stamped` event. New fields have defaults, and unknown fields are ignored. An unknown tag is an
-error of the journal, and no decision is made from a journal that cannot be read.
+Every record is a :class:`Stamped` event. Messages that the manager records as they are have no class of their own here.
+New fields have defaults, and unknown fields are ignored. An unknown tag is an error of the journal, and no decision is
+made from a journal that cannot be read.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from ...core.types import (
     Version,
 )
 from ...health.detection.baselines import RoleBaseline
+from ...transport.messages import Evaluated as Evaluated
+from ...transport.messages import FirstWorkDone as FirstWorkDone
+from ...transport.messages import StepCommitted as StepCommitted
+from ...transport.messages import ValuesLogged as ValuesLogged
 from .actions import Decision, ExternalAction
 
 
@@ -173,48 +178,11 @@ class OutsideWaitChanged(Struct, frozen=True, tag=True):
     wait: OutsideWait | None = None
 
 
-class FirstWorkDone(Struct, frozen=True, tag=True):
-    """An incarnation has completed its first unit of work. After a failure, the replica now works again."""
-
-    incarnation: Incarnation
-
-
 class VersionAvailable(Struct, frozen=True, tag=True):
     """An incarnation holds a complete, verified weight version: each version of a trainer, the first of another one."""
 
     incarnation: Incarnation
     version: Version
-
-
-class StepCommitted(Struct, frozen=True, tag=True):
-    """The trajectory store has recorded the commit of a training step."""
-
-    incarnation: Incarnation
-    step: int
-    metrics: dict[str, float] = {}
-    commit: int = 0
-    """Newest step of the same commit, to which the checkpoint belongs; 0 if this step is the newest one."""
-
-    @property
-    def completes_commit(self) -> bool:
-        """True for the newest step of its commit. The time of its event is the time of the whole commit."""
-        return self.step >= self.commit
-
-
-class Evaluated(Struct, frozen=True, tag=True):
-    """The trajectory store has recorded the result of an evaluation of the weights of a committed step."""
-
-    incarnation: Incarnation
-    """Incarnation of the store that reported the result."""
-    step: int
-    metrics: dict[str, float]
-
-
-class ValuesLogged(Struct, frozen=True, tag=True):
-    """A role has logged values that belong to no training step: the newest value of each name since its last report."""
-
-    incarnation: Incarnation
-    values: dict[str, float]
 
 
 class FindingChanged(Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
@@ -31,19 +31,6 @@ FAULTS_WINDOW = 32
 """Number of newest attempts among which the faults of the agent's own code are counted. If more than half of these
 attempts failed by such a fault, the code is at fault rather than a few episodes. This process then ends with the
 exception."""
-
-
-class AgentEndpoint(Protocol):
-    """The endpoint at which the agents of this process reach the model."""
-
-    @property
-    def base_url(self) -> str:
-        """Base URL for OpenAI's clients."""
-        ...
-
-    def api_key(self, item: EpisodeItem) -> str:
-        """Return the key of an attempt."""
-        ...
 
 
 class AgentContext(Struct, frozen=True):
@@ -66,15 +53,22 @@ class Attempts:
 
     Args:
         context: The values that all attempts share.
-        endpoint: The endpoint at which the agents reach the model.
+        base_url: Base URL of the endpoint at which the agents reach the model, for OpenAI's clients.
+        api_key: Returns the key of an attempt.
         ask: Sends the results of the attempts to the store.
         on_change: Called whenever an attempt has ended.
     """
 
     def __init__(
-        self, context: AgentContext, endpoint: AgentEndpoint, ask: AskStore, on_change: Callable[[], None]
+        self,
+        context: AgentContext,
+        base_url: str,
+        api_key: Callable[[EpisodeItem], str],
+        ask: AskStore,
+        on_change: Callable[[], None],
     ) -> None:
-        self._context, self._endpoint, self._ask, self._on_change = context, endpoint, ask, on_change
+        self._context, self._base_url, self._api_key = context, base_url, api_key
+        self._ask, self._on_change = ask, on_change
         asyncio.get_running_loop().set_task_factory(_contained_task)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._faults: deque[bool] = deque(maxlen=FAULTS_WINDOW)
@@ -133,9 +127,7 @@ class Attempts:
         limit = asyncio.timeout(context.settings.timeout)
         try:
             async with limit:
-                returned = await context.agent(
-                    context.item_text(item.item), self._endpoint.base_url, self._endpoint.api_key(item)
-                )
+                returned = await context.agent(context.item_text(item.item), self._base_url, self._api_key(item))
         except BaseException as error:  # whatever the user's agent raises; a signal sets me.stopping instead
             if self._stopping:
                 raise asyncio.CancelledError from None

@@ -57,7 +57,7 @@ async def serve(me: rrl.Worker, agent: AgentContext, chat: ModelChat) -> None:
 
 async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint, status: EpisodeStatus) -> None:
     changed = asyncio.Event()
-    attempts = Attempts(context, endpoint, me.ask_store, changed.set)
+    attempts = Attempts(context, endpoint.base_url, endpoint.api_key, me.ask_store, changed.set)
     leasing: asyncio.Task[LeasedEpisodes | None] | None = None
     reported = 0
     try:

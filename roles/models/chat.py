@@ -10,6 +10,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+import msgspec
+
 from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
 from .conversation import (
@@ -122,9 +124,7 @@ class FolderChat:
     """
 
     def __init__(self, tokenizer: TemplateTokenizer, model: ModelSpec) -> None:
-        self.tokenizer: Tokenizer = tokenizer
-        self.model = model
-        self._folder_tokenizer = tokenizer
+        self.tokenizer, self.model = tokenizer, model
         self._tool_format: ToolFormat | None = None
         self._opening = threading.Lock()
         template = TemplateChat(tokenizer)
@@ -134,7 +134,7 @@ class FolderChat:
 
     def with_tools(self, tools: str) -> Chat:
         """Return the chat for conversations with tools (:meth:`.conversation.ModelChat.with_tools`)."""
-        return self.open_tools().bind(tools)
+        return self.open_tools()(msgspec.json.decode(tools))
 
     def open_tools(self) -> ToolFormat:
         """Return the format of tools; the first call of this method finds it, and later calls return the same one.
@@ -146,5 +146,5 @@ class FolderChat:
 
         with self._opening:
             if self._tool_format is None:
-                self._tool_format = open_tool_format(self._folder_tokenizer, self.model.tool_parser)
+                self._tool_format = open_tool_format(self.tokenizer, self.model.tool_parser)
             return self._tool_format

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -57,8 +57,9 @@ class ToolsUnsupported(ValueError):
 class Chat(Protocol):
     """Converts conversations to tokens, and sampled tokens to the content of an answer."""
 
-    tokenizer: Tokenizer
-    """The tokenizer of the model."""
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins.
@@ -136,12 +137,8 @@ class TemplateTokenizer(Tokenizer, Protocol):
         ...
 
 
-class ToolFormat(Protocol):
-    """The format in which a model is offered tools and calls them."""
-
-    def bind(self, tools: str) -> Chat:
-        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
-        ...
+ToolFormat = Callable[[list[Any]], Chat]
+"""The format in which a model is offered tools and calls them: returns the chat with these tools (OpenAI's list)."""
 
 
 def as_template_messages(

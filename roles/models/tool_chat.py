@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,6 @@ from ...config.model_folder import TextTooLong
 from .conversation import (
     ASSISTANT,
     AnswerContent,
-    Chat,
     Message,
     TemplateTokenizer,
     ToolCall,
@@ -31,7 +31,6 @@ from .conversation import (
     as_template_messages,
 )
 from .template_chat import TemplateChat
-from .tokenizer import Tokenizer
 
 try:
     import renderers
@@ -79,11 +78,18 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
         ToolsUnsupported: Tools cannot be offered to this model.
     """
     if parser is not None:
-        return TemplateTools(tokenizer, parser)
+        asked = as_template_messages([Message("user", "a")], tokenizer)
+        shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
+        if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
+            raise ToolsUnsupported(
+                "[model] tool_parser: the chat template of the folder does not show tools to the"
+                " model; add a chat_template.jinja that does, or remove the key"
+            )
+        return partial(ParsedChat, tokenizer, parser)
     for name in _candidates(tokenizer):
         if (renderer := _family_renderer(name, tokenizer)) is not None:
             _log.info("tools are offered in the format of the model family %s", name)
-            return FamilyTools(tokenizer, renderer)
+            return partial(FamilyChat, tokenizer, renderer)
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
     raise ToolsUnsupported(
         f"no parser for tool calls is known for the chat template of this model; set [model]"
@@ -118,33 +124,22 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
     return None
 
 
-class FamilyTools:
-    """Tools of a model whose family the library knows.
+class FamilyChat:
+    """The chat, with tools, of a model whose family the library knows.
 
     Args:
         tokenizer: Tokenizer of the model's folder.
         renderer: The library's renderer of the family.
+        tools: OpenAI's list of tools.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, renderer: Any) -> None:
-        self._tokenizer, self._renderer = tokenizer, renderer
-
-    def bind(self, tools: str) -> Chat:
-        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
-        return FamilyChat(self._tokenizer, self._renderer, msgspec.json.decode(tools))
-
-
-class FamilyChat:
-    """The chat, with tools, of a model whose family the library knows. ``tools`` is OpenAI's list, decoded."""
-
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
-        self.tokenizer: Tokenizer = tokenizer
-        self._folder_tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._renderer, self._tools = renderer, list(tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        given = as_template_messages(messages, self._folder_tokenizer)
+        given = as_template_messages(messages, self.tokenizer)
         try:
             return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
         except TextTooLong:
@@ -156,7 +151,7 @@ class FamilyChat:
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
-        added = as_template_messages(messages[answered:], self._folder_tokenizer, begins=False)
+        added = as_template_messages(messages[answered:], self.tokenizer, begins=False)
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
         except TextTooLong:
@@ -177,48 +172,20 @@ class FamilyChat:
         return AnswerContent(parsed.content or "", calls, parsed.reasoning_content or "")
 
 
-class TemplateTools:
-    """Tools that the template of the model's folder shows, and whose calls a parser of the library reads.
-
-    Args:
-        tokenizer: Tokenizer of the folder.
-        parser: Name of the parser.
-
-    Raises:
-        ToolsUnsupported: The template does not show tools.
-    """
-
-    def __init__(self, tokenizer: TemplateTokenizer, parser: str) -> None:
-        self._tokenizer, self._parser = tokenizer, parser
-        asked = as_template_messages([Message("user", "a")], tokenizer)
-        shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
-        if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
-            raise ToolsUnsupported(
-                "[model] tool_parser: the chat template of the folder does not show tools to the"
-                " model; add a chat_template.jinja that does, or remove the key"
-            )
-
-    def bind(self, tools: str) -> Chat:
-        """Return the chat in which the model is offered these tools (OpenAI's list as JSON)."""
-        return ParsedChat(
-            TemplateChat(self._tokenizer, tools=msgspec.json.decode(tools)), self._tokenizer, self._parser
-        )
-
-
 class ParsedChat:
     """The chat template of a folder with tools; tool calls are read from the text of an answer.
 
     Args:
-        chat: The template with its tools.
         tokenizer: Tokenizer of the folder.
         parser: Name of the library's parser.
+        tools: OpenAI's list of tools, which the template shows.
     """
 
-    def __init__(self, chat: TemplateChat, tokenizer: TemplateTokenizer, parser: str) -> None:
-        self.tokenizer: Tokenizer = tokenizer
+    def __init__(self, tokenizer: TemplateTokenizer, parser: str, tools: Sequence[Any]) -> None:
+        chat = TemplateChat(tokenizer, tools=tools)
+        self.tokenizer = tokenizer
         self.prompt = chat.prompt
         self.extend = chat.extend
-        self._folder_tokenizer = tokenizer
         self._text = _TextTokenizer()
         self._parser = parsers.get_tool_parser(parser, self._text)
 
@@ -226,7 +193,7 @@ class ParsedChat:
         """Return the content of an answer that was sampled after ``context``."""
         stops = self.tokenizer.stop_tokens
         end = next((index for index, token in enumerate(sampled) if token in stops), len(sampled))
-        reasoning, mark, rest = self._folder_tokenizer.decode_all(sampled[:end]).rpartition(_REASONING_END)
+        reasoning, mark, rest = self.tokenizer.decode_all(sampled[:end]).rpartition(_REASONING_END)
         try:
             before, attempts = self._parser.extract(self._text.encode(rest))
             calls = _usable(attempts)

@@ -460,9 +460,9 @@ class ManagerConnection:
             await self._dialer.send(msg.ValuesLogged(self.launch.incarnation, values))
 
     def _report_commit(self, step: int, metrics: dict[str, float], commit: int) -> None:
-        self._loop.create_task(self._send_commit(msg.Committed(self.launch.incarnation, step, metrics, commit)))
+        self._loop.create_task(self._send_commit(msg.StepCommitted(self.launch.incarnation, step, metrics, commit)))
 
-    async def _send_commit(self, committed: msg.Committed) -> None:
+    async def _send_commit(self, committed: msg.StepCommitted) -> None:
         if committed.completes_commit:  # the manager records the clock together with the commit
             await self._send_clock()
         await self._dialer.send(committed)

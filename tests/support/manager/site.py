@@ -442,7 +442,7 @@ class Actor:
                 for step in range(
                     message.step + 1, self.site.committed + 1
                 ):  # the event loop does not keep the order of callbacks with equal times
-                    loop.call_later(step * 1e-6, self._send, msg.Committed(self.incarnation, step, {"reward": 0.5}))
+                    loop.call_later(step * 1e-6, self._send, msg.StepCommitted(self.incarnation, step, {"reward": 0.5}))
         elif isinstance(message, msg.Peers):
             self._confirm_evaluations(message)
         elif isinstance(message, msg.Fenced):
@@ -501,7 +501,7 @@ class Actor:
             await asyncio.sleep(2.0)
             if self.tag in self.site.actors and self.site.all_work():
                 self.site.commit()
-                self._send(msg.Committed(self.incarnation, self.site.committed, {"reward": 0.5}))
+                self._send(msg.StepCommitted(self.incarnation, self.site.committed, {"reward": 0.5}))
 
     def _greet(self) -> None:
         if self.role == AGENT:

@@ -126,8 +126,10 @@ def test_ending_run_takes_a_last_commit_of_the_newest_incarnation_and_no_other_c
     hearing.fold(ev.Decided(Finish(Outcome.COMPLETED, WHY)))
     hearing.fold(ev.Intended(StopStep(STEP, R1, 5.0, WHY)))
     before = len(hearing.events)
-    last = msg.Committed(R1, 7, {"reward": 0.5})
-    assert hearing.handle(msg.PhaseEntered(R1, "save", 1), msg.FirstWorkDone(R1), msg.Committed(R2, 8, {}), last) == []
+    last = msg.StepCommitted(R1, 7, {"reward": 0.5})
+    assert (
+        hearing.handle(msg.PhaseEntered(R1, "save", 1), msg.FirstWorkDone(R1), msg.StepCommitted(R2, 8, {}), last) == []
+    )
     assert hearing.events[before:] == [ev.StepCommitted(R1, 7, last.metrics, last.commit)]
 
 
@@ -167,7 +169,7 @@ STRANGERS = (
     msgspec.structs.replace(HELLO, incarnation=R2),
     msg.Heartbeat(R2, "generate", 1),
     msg.VersionAvailable(R2, Version(9, 9)),
-    msg.Committed(R2, 9, {}),
+    msg.StepCommitted(R2, 9, {}),
 )
 
 
@@ -270,11 +272,11 @@ def test_second_worker_of_an_incarnation_is_fenced_and_ignored(
 def test_message_on_a_processs_previous_connection_still_counts(hearing: Handling) -> None:
     hearing.handle(WANTED, HELLO, peer=b"first")
     hearing.handle(HELLO, peer=b"second")
-    hearing.handle(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
+    hearing.handle(msg.StepCommitted(R1, 1, {"reward": 0.5}), peer=b"first")
     assert hearing.events[-1] == ev.StepCommitted(R1, 1, {"reward": 0.5})
     hearing.handle(HELLO, peer=b"third")
     before = len(hearing.events)
-    hearing.handle(msg.Committed(R1, 2, {}), peer=b"never greeted")
+    hearing.handle(msg.StepCommitted(R1, 2, {}), peer=b"never greeted")
     assert len(hearing.events) == before
 
 
@@ -335,8 +337,8 @@ HELLO_MESSAGES = (
     msg.PhaseEntered(R1, "generate", 2),
     msg.FirstWorkDone(R1),
     msg.VersionAvailable(R1, Version(1, 1)),
-    msg.Committed(R1, 1, {"reward": 0.5}),
-    msg.Committed(R1, 2, {"reward": 0.7}),
+    msg.StepCommitted(R1, 1, {"reward": 0.5}),
+    msg.StepCommitted(R1, 2, {"reward": 0.7}),
     msg.Goodbye(R1),
     ExitRecord(STEP, R1, N1, None, 9, ExitReason.SIGNALED, 0.0),
     msg.StepVanished(R1, STEP, N1),

@@ -23,13 +23,8 @@ HERE = Path(__file__)
 WHO = Incarnation(ReplicaId("agents/0"), 1)
 
 
-class FakeEndpoint:
-    """An endpoint that no process serves."""
-
-    base_url = "http://b/v1"
-
-    def api_key(self, item: EpisodeItem) -> str:
-        return f"key of attempt {item.attempt} at episode {item.episode}"
+def key_of(item: EpisodeItem) -> str:
+    return f"key of attempt {item.attempt} at episode {item.episode}"
 
 
 class RecordedResults:
@@ -65,7 +60,7 @@ def play(
 
     async def main() -> Attempts:
         changed = asyncio.Event()
-        attempts = Attempts(context, FakeEndpoint(), store, changed.set)
+        attempts = Attempts(context, "http://b/v1", key_of, store, changed.set)
         for episode in range(episodes):
             attempts.start(EpisodeItem(episode, 0, 5, 1))
             attempts.start(EpisodeItem(episode, 0, 5, 1))  # repeated as after a lost answer
@@ -235,7 +230,7 @@ def test_cancelled_attempts_are_reported_nowhere() -> None:
 
     async def main() -> Attempts:
         context = AgentContext(agent, AgentsSettings("m:f"), str, HERE.parent)
-        attempts = Attempts(context, FakeEndpoint(), store, lambda: None)
+        attempts = Attempts(context, "http://b/v1", key_of, store, lambda: None)
         attempts.start(EpisodeItem(0, 0, 0, 1))
         await asyncio.sleep(0)
         await attempts.cancel()

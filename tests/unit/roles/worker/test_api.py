@@ -35,7 +35,6 @@ from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, JOB, STORE, Manage
 from rrl.transport.control.endpoints import Address
 from rrl.transport.messages import (
     ClockReport,
-    Committed,
     Fenced,
     FirstWorkDone,
     Goodbye,
@@ -43,6 +42,7 @@ from rrl.transport.messages import (
     Hello,
     Peers,
     PhaseEntered,
+    StepCommitted,
     VersionAvailable,
 )
 from rrl.transport.weights.manifest import Manifest, describe
@@ -333,11 +333,11 @@ async def test_commit_is_preceded_by_the_clock_and_waits_of_the_thread_at_work_a
     async with scene.serve(store) as endpoint, scene.manager() as manager:
         manager.store_is(endpoint)
         role = scene.start(me, work)
-        await manager.wait_for(Committed, lambda message: message.step == 2)
+        await manager.wait_for(StepCommitted, lambda message: message.step == 2)
         await manager.wait_for(Goodbye)
         await manager.stop(crew.TRAINER)
         await role.end()
-        index = {m.step: i for i, m in enumerate(manager.received) if isinstance(m, Committed)}
+        index = {m.step: i for i, m in enumerate(manager.received) if isinstance(m, StepCommitted)}
         first, second = manager.received[index[1] - 1], manager.received[index[2] - 1]
         assert isinstance(first, ClockReport)
         assert isinstance(second, ClockReport)
@@ -408,7 +408,7 @@ async def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(sce
         manager.store_is(endpoint)
         role = scene.start(me, lambda: list(me.batches(after=me.committed)))
         await manager.wait_for(Goodbye)
-        commit = await manager.wait_for(Committed)
+        commit = await manager.wait_for(StepCommitted)
         assert (commit.step, commit.metrics["reward"]) == (1, 0.25)
         await manager.stop(heir)
         await role.end()
@@ -453,7 +453,7 @@ async def test_step_is_committed_in_another_thread_during_the_next_batch(scene: 
         manager.store_is(endpoint)
         role = scene.start(me, work)
         await manager.wait_for(Goodbye)
-        commits = [message for message in manager.received if isinstance(message, Committed)]
+        commits = [message for message in manager.received if isinstance(message, StepCommitted)]
         assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in commits] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
         assert [m.metrics["token_age_max"] for m in commits] == [0.0, 1.0], (
             "the ages are not those of tokens of step 0's weights"

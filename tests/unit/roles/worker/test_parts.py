@@ -17,7 +17,7 @@ from rrl.roles.worker.api import Worker
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import JOB, Scene
-from rrl.transport.messages import Committed, Goodbye
+from rrl.transport.messages import Goodbye, StepCommitted
 
 GROUPS = 3
 """Number of groups in a step."""
@@ -54,7 +54,7 @@ def _commit(me: Worker, number: int) -> None:
 
 async def _play(
     scene: Scene, store: Store, me: Worker, work: Callable[[Callable[[int], None]], None]
-) -> list[Committed]:
+) -> list[StepCommitted]:
     """Run ``work`` as the trainer ``me``, and return the commits that were reported to the manager.
 
     ``work`` gets a function that scores a number of further groups.
@@ -71,7 +71,7 @@ async def _play(
         manager.store_is(endpoint)
         role = scene.start(me, lambda: work(more))
         await eventually(lambda: role.ended or any(isinstance(message, Goodbye) for message in manager.received))
-        commits = [message for message in manager.received if isinstance(message, Committed)]
+        commits = [message for message in manager.received if isinstance(message, StepCommitted)]
         await manager.stop(me.launch.incarnation)
         await role.end()
     return commits

@@ -27,7 +27,6 @@ from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
     ClockReport,
-    Committed,
     Fenced,
     FirstWorkDone,
     Heartbeat,
@@ -35,6 +34,7 @@ from rrl.transport.messages import (
     Inject,
     Injected,
     Promote,
+    StepCommitted,
     Stop,
     VersionAvailable,
     Welcome,
@@ -184,7 +184,7 @@ async def test_every_message_after_the_promotion_has_the_new_incarnation(scene: 
         await manager.send(STANDBY_PROCESS, promotion(scene))
         await eventually(done.is_set)
         assert (await manager.wait_for(FirstWorkDone)).incarnation == MEMBER
-        assert (await manager.wait_for(Committed)).incarnation == MEMBER
+        assert (await manager.wait_for(StepCommitted)).incarnation == MEMBER
         assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == MEMBER
         assert (await manager.wait_for(VersionAvailable)).version == Version(1, MEMBER.number)
         fault = Fault("f1", FaultKind.ENGINE_DEAD, MEMBER.replica)
