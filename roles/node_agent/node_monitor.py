@@ -102,20 +102,14 @@ class NodeMonitor:
     async def start(self, within: float, node_is_free: bool) -> None:
         """Start the readers and run the admission round.
 
-        Returns when every reader has read and no check needs another reading. Raises nothing: if the readers cannot be
-        started, the agent continues and reports a finding.
+        Returns when every reader has read and no check needs another reading. Raises nothing.
 
         Args:
             within: maximum duration (s) of the call; 0 to skip the admission round.
             node_is_free: whether no step of this run runs on the node, so that any process on its GPUs is a finding.
         """
         await self._restore_inventory()
-        try:
-            await self._reader_client.start()
-        except Exception as error:  # the agent's heartbeats must continue
-            self._monitoring_lost(f"the node's health is not monitored: the readers cannot be started: {error!r}")
-            self._reported = self._findings
-            return
+        self._reader_client.start()
         self._tasks.append(asyncio.create_task(self._guarded(self._evaluate_loop())))
         if not within:
             return
@@ -254,13 +248,11 @@ class NodeMonitor:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the agent's heartbeats must continue
-            self._monitoring_lost(f"the node's health is no longer monitored: {error!r}")
-
-    def _monitoring_lost(self, why: str) -> None:
-        _log.error("%s", why)
-        finding = monitor_finding(self._launch, "watching", why, self.now())
-        self._findings = self._findings | {finding.key: finding}
-        self._wakeup.set()
+            why = f"the node's health is no longer monitored: {error!r}"
+            _log.error("%s", why)
+            finding = monitor_finding(self._launch, "watching", why, self.now())
+            self._findings = self._findings | {finding.key: finding}
+            self._wakeup.set()
 
 
 def monitor_finding(launch: Launch, detector: str, text: str, now: float) -> Finding:

@@ -26,7 +26,7 @@ STARTS = frozenset(
 STARTERS = {
     "cli/results/track.py": "the process of a tracker, which the command waits for",
     "core/command_runner.py": "commands with a deadline",
-    "health/readers/isolation/client.py": "the supervisor of a node's readers, which runs as long as its client",
+    "health/readers/isolation/client.py": "the readers of a node, which run as long as their client",
     "manager/bootstrap/pool_supervisor.py": "the manager of a run",
     "cluster/local.py": "first processes of steps, which outlive the manager",
     "cluster/slurm/readers/child_process.py": "the process that uses pyslurm, as long as its manager",

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable
 
 from ..base import NotInstalled, ReaderOptions
+from ..isolation.process import set_parent_death_signal
 from ..samples import DcgmData, DcgmGpu, DcgmIncident
 from ..trust import NotTrusted, check_listener, check_program, trusted_uids
 from . import parsing
@@ -31,6 +33,9 @@ _HEALTH_TIMEOUT_S = 8.0
 _DIAG_TIMEOUT_S = 150.0
 """Seconds that ``dcgmi diag -r 1`` may take. The command itself takes about 30 s with eight GPUs (docs/sources.md,
 DCGM). The limit is higher, because DCGM runs diagnostics one after another."""
+TERM_TIMEOUT_S = 3.0
+"""Seconds from SIGTERM to SIGKILL. SIGKILL is not sent at once, because DCGM's server may wait for a client that was
+killed in this way."""
 HOSTENGINE_PORT = 5555
 """Port of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default."""
 _MAX_PAGE_BYTES = 1 << 24
@@ -223,10 +228,17 @@ def _run(
     argv: list[str], timeout_s: float, parse: Callable[[str], tuple[DcgmIncident, ...]]
 ) -> tuple[DcgmIncident, ...]:
     """Run a command and parse its output. Raises _Unreadable if either fails."""
-    from ..isolation import process  # imported late, because subprocess costs memory and most nodes have no dcgmi
+    from ....core.command_runner import run  # imported late: subprocess costs memory, and most nodes have no dcgmi
+
+    me = os.getpid()
+
+    def end_with_reader() -> None:
+        set_parent_death_signal(me, signal.SIGTERM)
 
     try:
-        return parse(process.output(argv, timeout_s))
+        # preexec_fn is allowed here, because the process of a reader has one thread
+        ended = run(argv, timeout_s, term_grace_s=TERM_TIMEOUT_S, preexec_fn=end_with_reader)
+        return parse(ended.out + ended.err)
     except OSError as error:
         raise _Unreadable(str(error)) from None
     except parsing.NotUnderstood as error:

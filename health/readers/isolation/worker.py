@@ -1,7 +1,8 @@
-"""The process of one reader: it receives a byte as a request, reads, and replies with a frame.
+"""The process of one reader: it receives a byte as a request, reads, and replies.
 
-The process ends when the supervisor (:mod:`rrl.health.readers.isolation.supervisor`) closes the connection. The
-supervisor forks the process and opens no driver itself; the reader opens its driver here, after the fork.
+:mod:`rrl.health.readers.isolation.client` starts ``python -m rrl.health.readers.isolation.worker`` with a
+:class:`WorkerConfig` as the only argument and the connection as stdin. The process ends when the client closes the
+connection. Each message to the client is an :class:`Answer` in msgpack, after its length in bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn, TypeVar
 
+import msgspec
+from msgspec import Struct
+
+from ....core.log_lines import start_logging
 from ..base import NotInstalled, PermissionDenied, Reader, ReaderOptions
 from ..samples import Reading
-from . import framing
-from .process import set_parent_death_signal
+from .process import end_soon_after, set_parent_death_signal
 
 _log = logging.getLogger("rrl.readers")
 
@@ -29,45 +32,69 @@ _DEFAULT_TIMES_S = (10.0, 10.0)
 """Interval and timeout (s) of a reader that cannot be imported."""
 
 
-def run(
-    name: str, class_path: str, options: ReaderOptions, connection: socket.socket, parent: int, alarm_after_s: float
-) -> NoReturn:
-    """Serve requests until the connection is closed.
+HEAD_BYTES = 4
+"""Size of the length before an answer, as little-endian bytes."""
 
-    Args:
-        name: Name of the reader.
-        class_path: ``module:Class`` of the reader.
-        options: Options of the reader.
-        connection: Connection to the supervisor.
-        parent: Pid of the supervisor.
-        alarm_after_s: Seconds after which a kernel timer ends this process if a read hangs. No Python code can do this,
-            since none runs during a hung call.
-    """
-    signal.signal(signal.SIGTERM, _on_sigterm)
+
+class WorkerConfig(Struct, frozen=True):
+    """The only argument of the process, as JSON."""
+
+    name: str
+    """Name of the reader."""
+    class_path: str
+    """``module:Class`` of the reader."""
+    options: ReaderOptions
+    parent: int
+    """Pid of the process with the client."""
+    alarm_after_s: float
+    """Seconds after which a kernel timer ends this process if a read hangs. No Python code can do this, since none runs
+    during a hung call."""
+
+
+class Answer(Struct, frozen=True):
+    """What the process sends after its start and after each request."""
+
+    reading: Reading | None
+    """The result of the request; None after the start."""
+    interval_s: float
+    """Seconds between the starts of two reads."""
+    timeout_s: float
+    """Seconds that a read may take before it counts as hung."""
+
+
+def main() -> NoReturn:
+    """Serve requests until the connection is closed."""
+    start_logging()
+    config = msgspec.json.decode(sys.argv[1], type=WorkerConfig)
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a connection is closed once every process has closed it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    # not SIGKILL, so that a reader with an open session of a driver's library has time to close it
-    set_parent_death_signal(parent, signal.SIGTERM)
-    source = _Source(name, class_path, options)
+    # Not SIGKILL: a reader with an open session of a driver's library closes it when the connection is closed.
+    end_soon_after(signal.SIGQUIT, signal.SIGTERM)
+    set_parent_death_signal(config.parent, signal.SIGQUIT)
+    source = _Source(config.name, config.class_path, config.options)
     code = 0
     try:
-        try:
-            _with_alarm(source.prepare, alarm_after_s)
-            connection.sendall(framing.frame(framing.HELLO_FRAME, framing.encode(source.times)))
-            while connection.recv(1):
-                connection.sendall(framing.reading_frame(_with_alarm(source.read, alarm_after_s)))
-        except (SystemExit, ConnectionError):  # SIGTERM arrived, or the supervisor has ended
-            pass
-        except BaseException as error:
-            _log.error("reader %s failed: %r", name, error)
-            code = 1
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except SystemExit:  # the death signal arrived just after the connection was closed
+        _with_alarm(source.prepare, config.alarm_after_s)
+        _send(connection, Answer(None, *source.times))
+        while connection.recv(1):
+            reading = _with_alarm(source.read, config.alarm_after_s)
+            _send(connection, Answer(reading, *source.times))
+    except ConnectionError:  # the client has ended
         pass
+    except BaseException as error:
+        _log.error("reader %s failed: %r", config.name, error)
+        code = 1
     finally:
-        signal.setitimer(signal.ITIMER_REAL, alarm_after_s)
+        signal.setitimer(signal.ITIMER_REAL, config.alarm_after_s)
         with contextlib.suppress(BaseException):
             source.close()
         os._exit(code)
+
+
+def _send(connection: socket.socket, answer: Answer) -> None:
+    body = msgspec.msgpack.encode(answer)
+    connection.sendall(len(body).to_bytes(HEAD_BYTES, "little") + body)
 
 
 class _Source:
@@ -128,7 +155,5 @@ def _with_alarm(call: Callable[[], T], alarm_after_s: float) -> T:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
-def _on_sigterm(number: int, at: FrameType | None) -> None:
-    """End the process; ignore further signals, which must not interrupt the closing of the reader."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 One session of NVML is kept open, because opening a session takes seconds on a node without persistence mode. It is
 reopened if the driver was unloaded or replaced, or if the number of GPUs changed. While a GPU is lost, the session is
-reopened periodically, to find the GPU after a reset. Any call may hang; the supervisor enforces the deadline.
+reopened periodically, to find the GPU after a reset. Any call may hang; the client enforces the deadline.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Dies(Good):
 
 
 class Garbles(Good):
-    """A reader that writes bytes that are not a frame to the supervisor's connection, as a faulty library might."""
+    """A reader that writes bytes that are not a frame to its connection, as a faulty library might."""
 
     name = "garbles"
 

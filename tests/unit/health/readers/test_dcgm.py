@@ -24,7 +24,6 @@ from rrl.health.readers.base import NotInstalled, ReaderOptions
 from rrl.health.readers.dcgm import reader as dcgm
 from rrl.health.readers.dcgm.parsing import NotUnderstood, diag, health
 from rrl.health.readers.dcgm.reader import DcgmReader
-from rrl.health.readers.isolation import process
 from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident
 from rrl.tests.support.dcgm.exporter import Exporter, exporter, labels, page
 
@@ -267,7 +266,7 @@ def test_hung_dcgmi_gets_sigterm_before_sigkill(
     metrics: Exporter, replies: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(dcgm, "_HEALTH_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(process, "TERM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(dcgm, "TERM_TIMEOUT_S", 1.0)
     (replies / "hang").write_text(how)
     assert read(metrics, FAKE).unread["health"] == "fake_dcgmi: no answer within 1 s"
     assert (replies / "signals").read_text() == "SIGTERM\n"
