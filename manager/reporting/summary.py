@@ -1,8 +1,8 @@
 """Summarise a run from its events alone.
 
 The summary contains the recoveries with the durations of their stages, effective training time, rewards, and the nodes
-that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``).
-``committed_steps`` explains ETTR.
+that an administrator should drain. Failures and recoveries come from the timeline of failures (``failure_timeline``),
+and what the run's state contains comes from the state. ``committed_steps`` explains ETTR.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from msgspec import Struct
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RoleKind, RunSpec
 from ...core.text import escaped_lines
-from ...core.types import NodeName
 from ..model import events as ev
-from ..model.actions import Drain, Exclude, Readmit
-from ..model.figures import idle_times, stream_figures, token_ages
+from ..model.figures import token_ages
 from ..model.figures.idle_times import START, IdleTimes, idle_shares, phase_times
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_count
-from ..model.state import Evaluation
+from ..model.reducer import fold
+from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolder, model_folders
 from .failure_records import Failure
@@ -43,41 +42,6 @@ class DrainRequest(Struct, frozen=True):
     """User who requested the drain; empty if the run itself requested it."""
     drain_error: str
     """Reason why the cluster did not drain the node."""
-
-
-class DrainRequests:
-    """Drains that the cluster refused, collected from events."""
-
-    def __init__(self) -> None:
-        self._excluded: dict[NodeName, tuple[Exclude, float]] = {}
-        self._pending_drains: dict[str, Drain] = {}
-        """Drains whose intent is open, by tag."""
-        self._open: dict[NodeName, DrainRequest] = {}
-
-    def apply(self, stamped: ev.Stamped) -> None:
-        """Apply an event. A refused drain opens a request, which a later drain or a readmission closes."""
-        event = stamped.event
-        if isinstance(event, ev.Decided) and isinstance(event.action, Exclude):
-            self._excluded[event.action.node] = event.action, stamped.at
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Readmit):
-            self._open.pop(event.action.node, None)
-        elif isinstance(event, ev.Intended) and isinstance(event.action, Drain):
-            self._pending_drains[event.action.tag] = event.action
-        elif isinstance(event, ev.IntentSettled) and (drain := self._pending_drains.pop(event.tag, None)) is not None:
-            self._open.pop(drain.node, None)
-            if not event.ok:
-                self._open[drain.node] = self._request(drain, event.detail, stamped.at)
-
-    def _request(self, drain: Drain, drain_error: str, at: float) -> DrainRequest:
-        exclude, at = self._excluded.get(drain.node, (None, at))
-        cause = exclude.cause.value if exclude is not None and exclude.cause is not None else ""
-        by = exclude.by if exclude is not None else ""
-        return DrainRequest(drain.node, cause, list(drain.why.evidence), at, by, drain_error)
-
-    @property
-    def requests(self) -> list[DrainRequest]:
-        """Return the drain requests that no administrator has fulfilled yet."""
-        return list(self._open.values())
 
 
 class Recovery(Struct, frozen=True):
@@ -301,86 +265,56 @@ def _drop_reasons(run: RunDir) -> dict[str, int]:
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
     """Return the summary of all events. Raise ValueError if there are no events."""
-    builder: _SummaryBuilder | None = None
+    state: State | None = None
+    builder = _SummaryBuilder()
     for stamped in events:
-        if isinstance(stamped.event, ev.RunStarted):
-            builder = _SummaryBuilder(stamped.event.run, stamped.event.job, stamped.at)
-        if builder is not None:
-            builder.apply(stamped)
-    if builder is None:
+        state = fold(state, stamped)
+        builder.apply(stamped)
+    if state is None:
         raise ValueError("the journal has no events")
-    return builder.summary(run_dir)
+    return builder.summary(state, run_dir)
 
 
 class _SummaryBuilder:
-    """Collects the summary of one run, event by event."""
+    """Collects from the events what the state of the run does not contain."""
 
-    def __init__(self, run: str, job: RunSpec, at: float) -> None:
-        self.run, self.job, self.began, self.now = run, job, at, at
+    def __init__(self) -> None:
         self.timeline = FailureTimeline()
-        self.drain_requests = DrainRequests()
         self.rewards: dict[int, float] = {}
         """Mean reward by training step."""
         self.evaluations: list[Evaluation] = []
         self.step, self.epochs = 0, 0
-        self.outcome, self.outcome_reason = "running", ""
-        self.ettr: float | None = None
-        self.ended: float | None = None
-        self.ended_s = 0.0
-        """Total seconds between an end of the run and its next resume."""
         self.outage_tokens = 0
-        self.idle_times = IdleTimes()
-        self.stream_figures = StreamFigures()
-        self.episode_figures = EpisodeFigures()
         self.max_age: float | None = None
-        self.stale = 0, 0.0
-        """Number of groups dropped as stale, and their share of the trained and stale groups, as of the newest step
-        that reported them."""
-        self.unscored = 0, 0.0
-        """Number of groups dropped because they could not be scored, and their share of the trained and unscored
-        groups, as of the newest step that reported them."""
+        self.dropped: dict[str, float] = {}
+        """Number of the groups dropped as stale or because they could not be scored, and their shares, as of the newest
+        step that reported them."""
         self.tokens_before: dict[int, int] = {}
         """Token count at the beginning of the trainer's current outage, by epoch."""
 
     def apply(self, stamped: ev.Stamped) -> None:
-        self.now = at = stamped.at
         event = stamped.event
-        self.drain_requests.apply(stamped)
         self.timeline.apply(stamped)
         if isinstance(event, ev.StepCommitted):
             self._committed(event)
         elif isinstance(event, ev.Evaluated):
             if not self.evaluations or event.step > self.evaluations[-1].step:
                 self.evaluations.append(Evaluation(event.step, event.metrics))
-        elif isinstance(event, ev.ClocksRecorded):
-            self.idle_times = idle_times.with_readings(self.idle_times, at, event.readings)
-        elif isinstance(event, ev.EttrEstimated):
-            self.ettr = event.ettr
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
-        elif isinstance(event, ev.RunEnded):
-            self.outcome, self.outcome_reason, self.ended = event.outcome.value, event.why, at
-        elif isinstance(event, ev.Resumed):  # the time between the end and this resume does not count as run time
-            self.ended_s += at - (at if self.ended is None else self.ended)
-            self.job, self.outcome, self.outcome_reason, self.ended = event.job, "running", "", None
         elif isinstance(event, ev.TokensCounted):
             self._tokens_counted(event)
 
     def _committed(self, event: ev.StepCommitted) -> None:
-        self.stream_figures = stream_figures.with_step(self.stream_figures, event.metrics)
-        self.episode_figures = stream_figures.with_episode_counts(self.episode_figures, event.metrics)
-        if "stale_groups" in event.metrics and event.step >= self.step:
-            self.stale = as_count(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
-        if "unscored_groups" in event.metrics and event.step >= self.step:
-            share = round(event.metrics.get("unscored_share", 0.0), 4)
-            self.unscored = as_count(event.metrics["unscored_groups"]), share
-        ages = [
-            event.metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in event.metrics
-        ]
+        metrics = event.metrics
+        for count, share in (("stale_groups", "stale_share"), ("unscored_groups", "unscored_share")):
+            if count in metrics and event.step >= self.step:
+                self.dropped |= {count: metrics[count], share: metrics.get(share, 0.0)}
+        ages = [metrics[name] for name in (token_ages.MAX_METRIC, token_ages.RUN_MAX_METRIC) if name in metrics]
         self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
         self.step = max(self.step, event.step)
-        if "reward" in event.metrics:
-            self.rewards.setdefault(event.step, event.metrics["reward"])
+        if "reward" in metrics:
+            self.rewards.setdefault(event.step, metrics["reward"])
 
     def _tokens_counted(self, event: ev.TokensCounted) -> None:
         if event.trainer_down:  # this event may be recorded several times in one outage
@@ -390,40 +324,46 @@ class _SummaryBuilder:
             self.outage_tokens += event.total - before
             self.tokens_before.clear()
 
-    def summary(self, run_dir: str) -> Summary:
-        """Return the summary as of the newest event."""
-        wall = max(self.now - self.began - self.ended_s, 1e-9)
+    def summary(self, state: State, run_dir: str) -> Summary:
+        """Return the summary as of the newest event, which led to ``state``."""
         rewards = [reward for _, reward in sorted(self.rewards.items())]
+        episodes = state.episode_figures
         return Summary(
-            run=self.run,
+            run=state.run,
             run_dir=run_dir,
-            outcome=self.outcome,
-            why=self.outcome_reason,
-            steps=self.step,
+            outcome="running" if state.outcome is None else state.outcome.value,
+            why=state.why,
+            steps=state.step,
             reward_first10=_mean(rewards[:10]),
             reward_last10=_mean(rewards[-10:]),
             faults=self.timeline.faults.performed,
-            recoveries=[_recovery(failure, self.job) for failure in self.timeline.fenced],
+            recoveries=[_recovery(failure, state.job) for failure in self.timeline.fenced],
             unprovoked=sum(not failure.injected for failure in self.timeline.counted),
-            run_seconds=round(wall, 2),
+            run_seconds=round(state.run_seconds(state.at), 2),
             epochs=self.epochs,
-            ettr=self.ettr,
+            ettr=state.ettr,
             outage_tokens=self.outage_tokens,
             max_age=None if self.max_age is None else as_count(self.max_age),
-            stale_groups=self.stale[0],
-            stale_share=self.stale[1],
-            unscored_groups=self.unscored[0],
-            unscored_share=self.unscored[1],
+            stale_groups=as_count(self.dropped.get("stale_groups", 0.0)),
+            stale_share=round(self.dropped.get("stale_share", 0.0), 4),
+            unscored_groups=as_count(self.dropped.get("unscored_groups", 0.0)),
+            unscored_share=round(self.dropped.get("unscored_share", 0.0), 4),
             evaluations=self.evaluations,
-            stream=stream_summary(self.job, self.idle_times, self.stream_figures),
-            episodes=episode_counts(self.episode_figures),
-            turns=self.episode_figures.turns,
-            branches=self.episode_figures.branches,
-            given_tokens=self.episode_figures.given_tokens,
-            untrained_turns=self.episode_figures.untrained_turns,
-            token_drift=self.episode_figures.token_drift,
-            drain_requests=self.drain_requests.requests,
+            stream=stream_summary(state.job, state.idle_times, state.stream_figures),
+            episodes=episode_counts(episodes),
+            turns=episodes.turns,
+            branches=episodes.branches,
+            given_tokens=episodes.given_tokens,
+            untrained_turns=episodes.untrained_turns,
+            token_drift=episodes.token_drift,
+            drain_requests=[_drain_request(node) for node in state.nodes.values() if node.drain_error],
         )
+
+
+def _drain_request(node: Node) -> DrainRequest:
+    cause = "" if node.cause is None else node.cause.value
+    evidence = [node.excluded] if node.excluded else []
+    return DrainRequest(node.name, cause, evidence, node.excluded_at, node.drain_requested_by, node.drain_error)
 
 
 def _mean(values: list[float]) -> float | None:
