@@ -99,6 +99,11 @@ def on_one_line(value: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(value)))
 
 
+def plural(number: int, thing: str) -> str:
+    """Format a number of things: ``1 node``, ``3 nodes``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def span(seconds: float) -> str:
     """Format a duration with two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
     whole = max(0, int(seconds))

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...core.types import Verdict
 from ..common.output import print_json, show
-from ..views.checks import VERDICT_COLOUR
+from ..views.formatting import VERDICT_COLOUR
 from .catalogue import GROUPS
 from .collect import read_facts
 from .facts import Check, DoctorOptions, Facts

@@ -22,7 +22,7 @@ from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.schema import Job
 from ...core.run_spec import Limits, RunSpec
-from ...core.text import span
+from ...core.text import plural, span
 from ...core.types import Resources, UsageError
 from ...core.units import duration_text
 from ...health.detection.bounds import Bound, bounds
@@ -200,20 +200,16 @@ def _lines(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetim
 
 
 def _resources(node: Resources) -> str:
-    gpus = [_count(node.gpus, "GPU")] if node.gpus else []
-    return ", ".join([*gpus, _count(node.cpus, "core"), size(node.mem)])
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    gpus = [plural(node.gpus, "GPU")] if node.gpus else []
+    return ", ".join([*gpus, plural(node.cpus, "core"), size(node.mem)])
 
 
 def _hours_text(spec: RunSpec, needs: Demand) -> str:
     """Return the maximum number of GPU-hours, or of core-hours for a run without GPUs."""
     walltime = duration_text(spec.walltime)
     if needs.gpus:
-        return f"at most {needs.gpu_hours:.0f}: {_count(needs.gpus, 'GPU')} for {walltime}"
-    return f"none; at most {needs.core_hours:.0f} core-hours: {_count(needs.cpus, 'core')} for {walltime}"
+        return f"at most {needs.gpu_hours:.0f}: {plural(needs.gpus, 'GPU')} for {walltime}"
+    return f"none; at most {needs.core_hours:.0f} core-hours: {plural(needs.cpus, 'core')} for {walltime}"
 
 
 def _start_text(starts: Mapping[str, str], now: datetime) -> str:

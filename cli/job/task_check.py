@@ -18,7 +18,7 @@ from ...config.job.schema import Job
 from ...core.command_runner import CommandResult, run
 from ...core.role_environment import prelude, select_variables, wrap
 from ...core.run_spec import RunSpec
-from ...core.text import escaped_lines, last_lines, on_one_line
+from ...core.text import escaped_lines, last_lines, on_one_line, plural
 from ...manager.bootstrap.preflight import Problem
 from ...manager.execute.launch import environment
 from .task_trial import Sample, TaskTrial, TrialRequest, source_key
@@ -109,9 +109,12 @@ def _death_text(ended: CommandResult) -> str:
 def _sample_text(sample: Sample) -> str:
     if not sample.prompt_tokens:  # the item is for an agent, which makes the prompts itself
         return f"item {sample.item}  {_shown(sample.prompt)}"
-    lines = [f"item {sample.item}", f"  prompt        {_shown(sample.prompt)}  ({_count(sample.prompt_tokens)})"]
+    lines = [
+        f"item {sample.item}",
+        f"  prompt        {_shown(sample.prompt)}  ({plural(sample.prompt_tokens, 'token')})",
+    ]
     if sample.answer:
-        lines.append(f"  right answer  {_shown(sample.answer)}  ({_count(sample.answer_tokens)})")
+        lines.append(f"  right answer  {_shown(sample.answer)}  ({plural(sample.answer_tokens, 'token')})")
     if sample.scored != sample.answer:
         lines.append(f"  scored as     {_shown(sample.scored)}")
     if sample.rewards is not None:
@@ -126,10 +129,6 @@ def _shown(text: str) -> str:
     """Return the text without control characters; all lines but the first are indented."""
     shown = text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"
     return escaped_lines(shown).replace("\n", "\n" + " " * 16)
-
-
-def _count(tokens: int) -> str:
-    return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
 def _reward_text(rewards: tuple[float, float]) -> str:

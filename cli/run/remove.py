@@ -18,6 +18,7 @@ from ...api.runs import all_runs, check_own, find_run, read_state, submit_time
 from ...api.watching.manager_liveness import surely_gone
 from ...api.watching.start_check import StartCheck
 from ...core.run_dir import RunDir, run_dir_problem, runs_root
+from ...core.text import plural
 from ...core.types import OperationFailed, UsageError
 from ...core.units import seconds
 from ...manager.bootstrap.start_failure import SUBMISSION_S
@@ -169,7 +170,7 @@ def _confirmed(sizes: dict[RunDir, int]) -> bool:
     """Ask whether these runs shall be removed. Raises UsageError if stdin is not a terminal."""
     for run, nbytes in sizes.items():
         print_line(f"{run.id}  {size(nbytes)}", to_stderr=True)
-    count = f"{len(sizes)} run{'s' if len(sizes) > 1 else ''} ({size(sum(sizes.values()))})"
+    count = f"{plural(len(sizes), 'run')} ({size(sum(sizes.values()))})"
     if not sys.stdin.isatty():
         raise UsageError(
             f"{count} would be removed, but stdin is no terminal, so you cannot be asked; to remove without a question:"

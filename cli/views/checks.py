@@ -12,9 +12,9 @@ from ...core.text import span
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
 from ...health.report.drain_requests import DrainRequest
 from ...health.report.model import DrainState
+from .formatting import VERDICT_COLOUR, grid
 from .health.health_report import drain_text
 
-VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
 _REMEDY_TEXT = {
     Remedy.RESTART: "restart what runs there",
     Remedy.EXCLUDE: "use another node",
@@ -84,10 +84,7 @@ def requests_view(
     """Return the drain requests as a table."""
     if not requests:
         return Text("no run requests a drain", "green")
-    table = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = grid("none", "none", "none", "none")
     for one in requests:
         state = drains.get(one.node, DrainState())
         request_text = f"requested by {one.by}" if one.by else "; ".join(one.evidence) or one.reason

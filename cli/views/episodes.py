@@ -18,9 +18,7 @@ _GUIDE = "bright_black"
 
 def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
     """Return a table of episodes, and how many are in each state."""
-    table = plain_table()
-    table.add_column("episode", justify="right", no_wrap=True)
-    table.add_column("item", justify="right", no_wrap=True)
+    table = plain_table(right=["episode", "item"])
     table.add_column("state", no_wrap=True)
     for name in ("attempt", "turns", "branches", "sampled", "weights", "reward"):
         table.add_column(name, justify="right", no_wrap=True)

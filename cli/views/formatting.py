@@ -7,15 +7,23 @@ from math import isfinite, nan
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from ...core.text import span
 
+LABEL_COLUMNS = 10
+"""Columns of a label before the facts about something, without padding."""
+VERDICT_COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green", "UNKNOWN": "magenta"}
+OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def plain_table(*, expand: bool = False) -> Table:
-    """Return an empty table without borders; ``expand`` gives it the whole width."""
-    return Table(
+def plain_table(left: Iterable[str] = (), right: Iterable[str] = (), *, expand: bool = False) -> Table:
+    """Return a table without borders: columns with these headings, texts on the left and then figures on the right.
+
+    ``expand`` gives it the whole width.
+    """
+    table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
         collapse_padding=True,
@@ -25,6 +33,34 @@ def plain_table(*, expand: bool = False) -> Table:
         header_style="bright_black",
         border_style="bright_black",
     )
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def grid(*styles: str, expand: bool = False, min_width: int | None = None) -> Table:
+    """Return a table without headings: a column for each style, and a last one whose texts wrap.
+
+    ``expand`` gives it the whole width.
+    """
+    table = Table.grid(padding=(0, 2), expand=expand)
+    for style in styles:
+        table.add_column(style=style, no_wrap=True, min_width=min_width)
+    table.add_column(overflow="fold", ratio=1 if expand else None)
+    return table
+
+
+def labelled(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Return a table of (label, text) that has the whole width; its labels have a fixed number of columns.
+
+    The number is fixed, so that a new row does not move other rows.
+    """
+    table = grid("bright_black", expand=True, min_width=LABEL_COLUMNS)
+    for label, text in rows:
+        table.add_row(label, text)
+    return table
 
 
 def stage(seconds: float | None) -> str:

@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
 from ...core.text import span
-from ...core.types import Cause, Verdict
+from ...core.types import Cause
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
-from .formatting import plain_table
+from .formatting import VERDICT_COLOUR, grid, plain_table
 
 NARROW_COLUMNS = 95
 """Number of columns below which less important details are left out."""
@@ -46,7 +45,6 @@ _STATUS_COLOUR = {
     Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
 }
-_VERDICT_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 _FAILED = {Cause.PROCESS: "dead", Cause.HANG: "hung", Cause.NODE: "lost"}
 """Word for a replica that has failed, by the cause in the finding; ``failed`` for other causes."""
 
@@ -198,7 +196,7 @@ def _remark(state: State, replica: Replica, does: Doing) -> Text:
         return Text(does.next, does.colour)
     finding = next((f for f in state.findings.values() if f.incarnation == replica.incarnation), None)
     if finding is not None:
-        return Text(f"{finding.verdict.value} {finding.title}", _VERDICT_COLOUR.get(finding.verdict, "none"))
+        return Text(f"{finding.verdict.value} {finding.title}", VERDICT_COLOUR.get(finding.verdict, "none"))
     if replica.waits_for is not None and replica.status is Status.JOINED:
         return Text(f"waits for {replica.waits_for}", "bright_black")
     return Text()
@@ -209,20 +207,17 @@ def findings_view(state: State, now: float) -> RenderableType | None:
     """Return a table of the open findings, newest first; None if there are none."""
     if not state.findings:
         return None
-    grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(3):
-        grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    table = grid("none", "none", "none", expand=True)
     newest_first = sorted(state.findings.values(), key=lambda finding: -finding.since)
     for finding in newest_first[:MAX_LISTED]:
-        verdict = Text(f"! {finding.verdict.value}", _VERDICT_COLOUR.get(finding.verdict, "none"))
+        verdict = Text(f"! {finding.verdict.value}", VERDICT_COLOUR.get(finding.verdict, "none"))
         evidence = "; ".join(one.text for one in finding.evidence)
         ago = f"{span(now - finding.since)} ago"
         subject = str(finding.incarnation or finding.node or "the run")
-        grid.add_row(verdict, subject, ago, bounded(f"{finding.title}: {evidence}"))
+        table.add_row(verdict, subject, ago, bounded(f"{finding.title}: {evidence}"))
     if (more := len(newest_first) - MAX_LISTED) > 0:
-        grid.add_row("", f"{more} more", "", "rrl status --json lists all")
-    return grid
+        table.add_row("", f"{more} more", "", "rrl status --json lists all")
+    return table
 
 
 def bounded(text: str, style: str = "") -> Text:
@@ -240,19 +235,17 @@ def restarts_view(state: State, now: float, failures: Failures) -> RenderableTyp
     )
     if not recent:
         return None
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    table = grid("none", expand=True)
     newest = {stop.replica.id: stop for stop in reversed(recent)}
     failed_because = {stop.why for stop in recent if stop.failed}
     listed = [stop for stop in recent if stop.failed or stop.why not in failed_because]
     for stop in listed[:MAX_RESTARTS]:
         now_text = _replacement(state, stop.replica, failures) if newest[stop.replica.id] is stop else "replaced"
         line = f"{now_text}; {stop.text}" if now_text else stop.text
-        grid.add_row(Text(f"↻ {stop.replica.id}", "yellow"), bounded(line))
+        table.add_row(Text(f"↻ {stop.replica.id}", "yellow"), bounded(line))
     if (more := len(listed) - MAX_RESTARTS) > 0:
-        grid.add_row(f"{more} more", "rrl explain has all of them")
-    return grid
+        table.add_row(f"{more} more", "rrl explain has all of them")
+    return table
 
 
 class _Stop(NamedTuple):

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import NORMAL_STATUSES, Failures, failures_of, standing
 from ...cluster.base import NodeState
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
-from ...core.text import span
+from ...core.text import plural, span
 from ...core.types import (
     AGENT,
     STANDBY_ROLE,
@@ -34,7 +33,7 @@ from ...manager.model.queries import progress, reached_step, weights_lag_steps
 from ...manager.model.reduce_nodes import DRAIN
 from ...manager.model.state import Allocation, Node, Replica, State
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import bar, curve, folded, number, resampled
+from .formatting import LABEL_COLUMNS, OUTCOME_COLOUR, bar, curve, folded, labelled, number, resampled
 from .pace import (
     agent_figures,
     evaluation_figures,
@@ -56,10 +55,8 @@ MAX_GPU_NODES = 8
 shown."""
 MAX_GPU_USE_AGE_S = 120.0
 """Age (s) above which a record of the use of GPUs is not shown. A new record is made every 20 s."""
-_LABEL_COLUMNS = 12
-"""Columns of a row's label, including padding. They are fixed, so that a new row does not move other rows."""
-
-_OUTCOME = {Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red"}
+_LABEL_COLUMNS = LABEL_COLUMNS + 2
+"""Columns of a row's label, including padding."""
 _SEPARATE_METRICS = (
     "reward",
     token_ages.P50_METRIC,
@@ -110,7 +107,7 @@ def facts_view(
     """Return the title of the status view and the facts below it; the arguments are those of :func:`status_view`."""
     held = dict(_held_back_nodes(state, now))
     title = Text.assemble(*_title(state, known_until(state, now, notes), width, known_standing))
-    return Group(title, _facts(state, now, width, [note for note in notes if note], held, folders))
+    return Group(title, labelled(_facts(state, now, width, [note for note in notes if note], held, folders)))
 
 
 def known_until(state: State, now: float, notes: Sequence[str]) -> float:
@@ -175,41 +172,34 @@ def _standing_colour(state: State, word: str) -> str:
     """Return the colour of the run's standing, ``word``."""
     outcome = state.outcome or (state.finish.outcome if state.finish is not None else None)
     if outcome is not None:
-        return _OUTCOME[outcome]
+        return OUTCOME_COLOUR[outcome]
     return {"waiting for nodes": "yellow", "running": "green"}.get(word, "cyan")
 
 
 def _facts(
     state: State, now: float, width: int, notes: Sequence[str], held: dict[NodeName, str], folders: ModelFolders
-) -> RenderableType:
-    facts = Table.grid(padding=(0, 2), expand=True)
-    facts.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS - 2)
-    facts.add_column(overflow="fold", ratio=1)
+) -> Iterator[tuple[str, Text]]:
+    """Yield (label, text) of all facts below the title."""
     until = known_until(state, now, notes)
-    for label, text in _of_training(state, until, width, bool(notes)):
-        facts.add_row(label, text)
+    yield from _of_training(state, until, width, bool(notes))
     if state.outcome is None:
-        for label, text in _of_nodes(state, now, width, held):
-            facts.add_row(label, text)
+        yield from _of_nodes(state, now, width, held)
         if state.cluster_unknown:
-            facts.add_row("cluster", bounded(_unknown_cluster(state, now), "yellow"))
+            yield "cluster", bounded(_unknown_cluster(state, now), "yellow")
         for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
-            facts.add_row(label, bounded(note, "red" if notes else ""))
+            yield label, bounded(note, "red" if notes else "")
         if notes:
-            facts.add_row("as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red"))
+            yield "as of", Text(f"{span(now - state.at)} ago: nothing has been recorded since", "red")
         for store in (one for one in state.workers if one.is_current and one.outside is not None):
-            facts.add_row("outside", bounded(f"the run {outside_wait_text(store, until)}", "yellow"))
-        for label, text in _notes_of_replicas(state):
-            facts.add_row(label, text)
-    for label, text in model_folder_rows(folders):
-        facts.add_row(label, text)
+            yield "outside", bounded(f"the run {outside_wait_text(store, until)}", "yellow")
+        yield from _notes_of_replicas(state)
+    yield from model_folder_rows(folders)
     decided = "; ".join(state.finish.why.evidence) if state.finish is not None else ""
     if because := state.why if state.outcome is not None else decided:
-        facts.add_row("because", Text(because))
+        yield "because", Text(because)
     if state.outcome is not None and (jobs := retained_jobs(state)):
         kept = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} releases it)"
-        facts.add_row("kept", Text(kept, "yellow"))
-    return facts
+        yield "kept", Text(kept, "yellow")
 
 
 def _of_training(state: State, until: float, width: int, frozen: bool) -> Iterator[tuple[str, Text]]:
@@ -292,7 +282,7 @@ def _weights(state: State) -> Iterator[Text]:
         yield Text(f"over {listed}{apart}", "red" if apart else "")
     if (lag := weights_lag_steps(state)) is not None:
         low, high = lag
-        behind = f"{high} {'step' if high == 1 else 'steps'}" if low == high else f"{low} to {high} steps"
+        behind = f"{plural(high, 'step')}" if low == high else f"{low} to {high} steps"
         yield Text(f"rollouts {behind} behind the trainer" if high else "rollouts have those of the trainer")
 
 

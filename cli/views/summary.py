@@ -7,17 +7,15 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...api.watching.run_state import RunState
 from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
 from ...manager.storage.model_folders import ModelFolders
-from .formatting import number, plain_table, stage
+from .formatting import OUTCOME_COLOUR, grid, number, plain_table, stage
 from .pace import idle_text
 
-_OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MAX_STALE_SHARE = 0.5
 """Share of groups dropped for their age (among trained and dropped groups) above which the view warns."""
 MAX_DROP_REASONS = 3
@@ -32,13 +30,11 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     """
     outcome = str(summary.get("outcome", "unknown"))
     title = Text(str(summary.get("run", "run")), "bold")
-    title.append(f"  ● {outcome}", _OUTCOME_COLOUR.get(outcome, "white"))
+    title.append(f"  ● {outcome}", OUTCOME_COLOUR.get(outcome, "white"))
     trained = summary.get("steps") != 0  # a run of commands alone trains nothing
     duration = span(summary.get("run_seconds") or 0)
     title.append(f"   {summary.get('steps', 0)} steps in {duration}" if trained else f"   in {duration}", "none")
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bright_black", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = grid("bright_black")
     if outcome != "completed" and summary.get("why"):
         facts.add_row("because", Text(str(summary["why"])))
     first, last = summary.get("reward_first10"), summary.get("reward_last10")
@@ -144,13 +140,8 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
 
     Each failure is shown with the failed incarnation and, if it has joined, the replacement.
     """
-    table = plain_table()
-    causes = Table.grid(padding=(0, 2), expand=True)
-    table.add_column("failure", no_wrap=True)
-    for name in _STAGES:
-        table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
-    causes.add_column(no_wrap=True)
-    causes.add_column(overflow="fold", ratio=1)
+    table = plain_table(["failure"], [name.removesuffix("_s").replace("_", " ") for name in _STAGES])
+    causes = grid("none", expand=True)
     for one in recoveries:
         failed = f"{one.get('replica')}#{one.get('failed', '?')}"
         joined = one.get("start_s") is not None
@@ -183,15 +174,7 @@ def _share(value: float | None) -> str:
 
 RUN_COLUMNS = ("run", "standing", "step", "reward", "recoveries", "took", "started")
 """Headings of the table of runs."""
-_STANDING_COLOUR = {
-    "completed": "green",
-    "running": "green",
-    "failed": "red",
-    "rejected": "red",
-    "cancelled": "yellow",
-    "interrupted": "red",
-    "unattended": "red",
-}
+_STANDING_COLOUR = OUTCOME_COLOUR | {"running": "green", "interrupted": "red", "unattended": "red"}
 
 
 def runs_view(states: Sequence[RunState], now: float) -> RenderableType:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
+from ...core.text import plural
 from ...core.types import Verdict
 from .incidents import RunHistory, by_run, node_intervals
 from .rates import Span, merge_intervals, total_length
@@ -83,7 +84,7 @@ def plausible(
             left_out[user, Implausible.GPU_HOURS] += 1
         else:
             plausible_records.append(sourced)
-    lines = [f"{user}: {count} {_records(count)} {reason.value}" for (user, reason), count in left_out.items()]
+    lines = [f"{user}: {plural(count, 'record')} {reason.value}" for (user, reason), count in left_out.items()]
     return plausible_records, tuple(sorted(lines))
 
 
@@ -110,10 +111,6 @@ def _newest(records: Sequence[SourcedRecord]) -> tuple[list[SourcedRecord], list
             beyond.add(index)
     within = [sourced for index, sourced in enumerate(records) if index not in beyond]
     return within, [records[index] for index in sorted(beyond)]
-
-
-def _records(count: int) -> str:
-    return "record" if count == 1 else "records"
 
 
 def _run_starts(records: Sequence[SourcedRecord]) -> dict[tuple[str, str], float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ....api.watching.run_state import Failures
@@ -18,6 +17,7 @@ from ....core.text import span
 from ....core.types import Finding, NodeName, Verdict, natural_sort_key
 from ....manager.model.queries import gang
 from ....manager.model.state import Node, Replica, State
+from ...views.formatting import VERDICT_COLOUR, grid, labelled
 from ...views.pace import percent
 from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
 from ...views.status import gpu_use_text, node_trouble
@@ -27,8 +27,6 @@ NODE_COLUMNS = ("node", "state", "replicas", "gpus", "")
 """Headings of the table of nodes; the last column says why the run does not use a node."""
 MAX_FAILURES = 10
 """Number of failures of a replica that are shown; ``rrl explain`` has all of them."""
-_LABEL_COLUMNS = 10
-_FINDING_COLOUR = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
 # ── rows of the tables ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,10 +100,7 @@ def replica_view(state: State, replica: Replica, now: float, failures: Failures)
     title.append(f"   for {span(now - does.since)}")
     if does.next:
         title.append(f", {does.next}", does.colour)
-    facts = _grid()
-    for label, text in _replica_facts(state, replica, now):
-        facts.add_row(label, text)
-    return Group(title, facts, *_failures(replica, now))
+    return Group(title, labelled(_replica_facts(state, replica, now)), *_failures(replica, now))
 
 
 def _replica_facts(state: State, replica: Replica, now: float) -> Iterator[tuple[str, Text]]:
@@ -155,17 +150,15 @@ def _failures(replica: Replica, now: float) -> Iterator[RenderableType]:
     """Yield the newest failures that still count on the replica's budget, newest first."""
     if not replica.failures:
         return
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    table = grid("none", expand=True)
     for failure in list(reversed(replica.failures))[:MAX_FAILURES]:
         injected = " (injected)" if failure.injected else ""
-        grid.add_row(
+        table.add_row(
             Text(f"↻ {span(now - failure.at)} ago", "yellow"),
             bounded(f"failed on {failure.node}{injected}: {failure.why}"),
         )
     yield Text()
-    yield grid
+    yield table
     if (more := len(replica.failures) - MAX_FAILURES) > 0:
         yield Text(f"{more} more; e explains all of them", "bright_black")
 
@@ -177,10 +170,7 @@ def node_view(state: State, node: Node, now: float) -> RenderableType:
     title = Text.assemble((node.name, "bold"), "  ", (f"● {word}", colour))
     if node.excluded is not None:
         title.append(f"   left {span(now - node.excluded_at)} ago")
-    facts = _grid()
-    for label, text in _node_facts(state, node, now):
-        facts.add_row(label, text)
-    return Group(title, facts)
+    return Group(title, labelled(_node_facts(state, node, now)))
 
 
 def _node_facts(state: State, node: Node, now: float) -> Iterator[tuple[str, Text]]:
@@ -216,20 +206,13 @@ def _drain_facts(state: State, node: Node, now: float) -> Iterator[tuple[str, Te
 def _findings(findings: Iterable[Finding], now: float) -> Iterator[tuple[str, Text]]:
     """Yield (label, text) for each finding, and for each piece of its evidence."""
     for finding in sorted(findings, key=lambda one: -one.since):
-        colour = _FINDING_COLOUR.get(finding.verdict, "none")
+        colour = VERDICT_COLOUR.get(finding.verdict, "none")
         component = f" ({finding.component})" if finding.component else ""
         proof = ", proved" if finding.proof else ""
         head = f"{finding.verdict.value} {finding.title}{component}, {span(now - finding.since)} ago{proof}"
         yield "finding", Text(head, colour)
         for evidence in finding.evidence:
             yield "", bounded(f"{evidence.source}: {evidence.text} ({span(now - evidence.at)} ago)")
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(style="bright_black", no_wrap=True, min_width=_LABEL_COLUMNS)
-    grid.add_column(overflow="fold", ratio=1)
-    return grid
 
 
 def missing_view(what: str, names: Sequence[str]) -> RenderableType:

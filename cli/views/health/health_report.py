@@ -10,13 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ....core.text import span
+from ....core.text import plural, span
 from ....health.history.cache import Sources
 from ....health.history.rates import Rate
 from ....health.report.model import DrainState, NodeReport, Report, SiteReport
-from ..formatting import folded, plain_table
+from ..formatting import VERDICT_COLOUR, folded, grid, plain_table
 
-COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR_COLUMNS = 24
 """Width of a bar in columns."""
 
@@ -31,7 +30,7 @@ def report_view(report: Report, sources: Sources, drains_unknown: str) -> Render
     if shown:
         parts += [Text(), _table(shown, report.site.until), Text(), _details(shown)]
     if quiet:
-        text = f"no problems found on {_many(len(quiet), 'node')}: {folded(quiet)}"
+        text = f"no problems found on {plural(len(quiet), 'node')}: {folded(quiet)}"
         parts += [Text(), Text.assemble(("OK  ", "green"), text)]
     if drains_unknown:
         parts += [Text(f"drains are unknown: {drains_unknown}", "yellow")]
@@ -96,13 +95,11 @@ def is_notable(one: NodeReport) -> bool:
 
 
 def _site(site: SiteReport, sources: Sources) -> RenderableType:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bright_black", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = grid("bright_black")
     facts.add_row("window", f"{utc_time(site.since)} to {utc_time(site.until)} UTC ({span(site.until - site.since)})")
     exposed = f"{figure(site.node_days)} node-days ({figure(site.gpu_days)} GPU-days)"
-    whom = f"{_many(site.runs, 'run')} of {_many(site.users, 'user')}"
-    facts.add_row("seen", f"{_many(site.nodes, 'node')} of {', '.join(site.clusters) or '–'} for {exposed}, by {whom}")
+    whom = f"{plural(site.runs, 'run')} of {plural(site.users, 'user')}"
+    facts.add_row("seen", f"{plural(site.nodes, 'node')} of {', '.join(site.clusters) or '–'} for {exposed}, by {whom}")
     injected = f"; {site.injected} more injected on purpose" if site.injected else ""
     others = f"{site.other_failures} of software or users{injected}"
     facts.add_row("failures", f"{site.failures} of infrastructure, {others}")
@@ -115,9 +112,9 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
         facts.add_row("lemons", Text(folded(site.lemons), "red"))
     for line in site.correlated:
         facts.add_row("shared", Text(f"{line.text}  {utc_time(line.at)} ({line.source})", "yellow"))
-    read = f"{_many(sources.files, 'file')}, {_many(sources.records, 'record')}"
-    doubts = [f"{_many(sources.skipped, 'line')} skipped"] * bool(sources.skipped)
-    doubts += [f"{_many(len(sources.refused), 'file')} refused"] * bool(sources.refused)
+    read = f"{plural(sources.files, 'file')}, {plural(sources.records, 'record')}"
+    doubts = [f"{plural(sources.skipped, 'line')} skipped"] * bool(sources.skipped)
+    doubts += [f"{plural(len(sources.refused), 'file')} refused"] * bool(sources.refused)
     doubts += [f"records left out ({len(sources.left_out)} reasons)"] * bool(sources.left_out)
     doubts += [f"{site.lines_lost} lines lost by runs"] * bool(site.lines_lost)
     facts.add_row("from", Text(", ".join([read, *doubts]), "yellow" if doubts else "none"))
@@ -145,25 +142,17 @@ def _causes(site: SiteReport) -> RenderableType:
     return table
 
 
-def _many(number: int, of: str) -> str:
-    return f"{number} {of}{'' if number == 1 else 's'}"
-
-
 def _owner_colour(owner: str) -> str:
     return "red" if owner == "infra" else "blue"
 
 
 def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
-    table = plain_table()
-    for name in ("node", "verdict", "cause"):
-        table.add_column(name, no_wrap=True)
-    for name in ("last seen", "count", "fails", "GPU-h", "lemon"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(("node", "verdict", "cause"), ("last seen", "count", "fails", "GPU-h", "lemon"))
     for one in nodes:
         last = "–" if one.last_reported_at is None else f"{span(now - one.last_reported_at)} ago"
         table.add_row(
             Text(one.node, "bold"),
-            Text(one.verdict, COLOUR.get(one.verdict, "none")),
+            Text(one.verdict, VERDICT_COLOUR.get(one.verdict, "none")),
             one.cause or "–",
             last,
             str(one.count),
@@ -176,13 +165,10 @@ def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
 
 def _details(nodes: Sequence[NodeReport]) -> RenderableType:
     """Return, for each node, the action and the evidence for it, to be shown below the table."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bright_black", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = grid("none", "bright_black")
     for one in nodes:
         for at, (label, text) in enumerate([("to do", one.action), *rows_of(one)]):
-            table.add_row(Text(one.node if not at else "", COLOUR.get(one.verdict, "none")), label, Text(text))
+            table.add_row(Text(one.node if not at else "", VERDICT_COLOUR.get(one.verdict, "none")), label, Text(text))
     return table
 
 
@@ -201,7 +187,7 @@ def rows_of(one: NodeReport) -> list[tuple[str, str]]:
     if one.related_nodes:
         rows.append(("also", f"{folded(one.related_nodes)} within 10 min: fabric or storage?"))
     if one.injected:
-        rows.append(("note", f"{_many(one.injected, 'failure')} injected on purpose, not counted"))
+        rows.append(("note", f"{plural(one.injected, 'failure')} injected on purpose, not counted"))
     rows += [("done", f"{line.text}  {utc_time(line.at)}") for line in one.actions]
     if one.drain.state:
         rows.append(("drain" if one.drain.drained else "Slurm", drain_text(one.drain)))

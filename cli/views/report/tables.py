@@ -93,10 +93,7 @@ def _figures_table(reports: Sequence[RunReport]) -> Table:
 
 def _lost_table(report: RunReport) -> Table:
     stages = [name for name in (*ALL_STAGES, OTHER) if any(one.stages.get(name) for one in report.lost)]
-    table = plain_table()
-    table.add_column("cause", no_wrap=True)
-    for name in ("total", "share", *stages):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(["cause"], ("total", "share", *stages))
     for one in report.lost:
         cells = [stage(one.stages[name]) if name in one.stages else "" for name in stages]
         table.add_row(Text(one.cause), stage(one.seconds), percent(one.seconds / report.wall_s), *cells)
@@ -106,11 +103,7 @@ def _lost_table(report: RunReport) -> Table:
 def _interruptions(interruptions: Sequence[InterruptionReport]) -> Iterator[RenderableType]:
     shown = interruptions[-MAX_INTERRUPTIONS:]
     stages = [name for name in ALL_STAGES if any(name in one.stages for one in shown)]
-    table = plain_table()
-    table.add_column("replica", no_wrap=True)
-    table.add_column("cause", no_wrap=True)
-    for name in ("total", *stages):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(["replica", "cause"], ("total", *stages))
     for one in shown:
         cells = [stage(one.stages.get(name)) if name in one.stages else "" for name in stages]
         total = Text(stage(one.seconds), "none" if one.until is not None else "yellow")

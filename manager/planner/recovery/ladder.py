@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from ....core.text import plural
 from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
 from ...model.queries import reached_step
@@ -101,7 +102,7 @@ def _window_text(case: FailureCase) -> str:
 
 def _min_replicas_text(case: FailureCase) -> str:
     least = case.state.job.role(case.failed.role).min_replicas
-    return f"{least} other replica{'s' * (least != 1)} of {case.failed.role}" if least else "a role that can shrink"
+    return f"{plural(least, 'other replica')} of {case.failed.role}" if least else "a role that can shrink"
 
 
 _NODE_USABLE = Need(lambda case: case.inventory.is_usable(case.failed.node), _node_text)

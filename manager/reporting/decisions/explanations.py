@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from ....core.text import span
+from ....core.text import plural, span
 from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
 from ...model import events as ev
 from ...model.actions import (
@@ -256,7 +256,7 @@ def subject_of(explanation: Explanation) -> str:
             return f"{action.standby} to {action.incarnation} on {node}"
         case Request():
             count = sum(part.count for part in (action.request, *action.request.further_components))
-            return f"{count} node{'s' * (count != 1)} ({action.request.tag})"
+            return f"{plural(count, 'node')} ({action.request.tag})"
         case Release():
             return action.allocation
         case InjectFault():

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
@@ -16,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
 from ....common.output import Escaped
+from ....views.formatting import grid
 from ..changes import Change
 
 
@@ -103,9 +103,7 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         """Create the page."""
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold", ratio=1)
+        table = grid("bold", expand=True)
         for one in self._keys:
             table.add_row(self.app.get_key_display(one.binding), one.tooltip)
         for key, text in _OF_TABLES:
