@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from .local_machine import (
     task_file_problems,
     this_machine,
 )
-from .notifications import notification_problem
+from .notifications import notification_problems
 from .role_commands import command_problems
 
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
@@ -97,12 +98,15 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
     With ``foreground`` the manager will run in this process, so Slurm is not asked to test a manager job. Raises
     UsageError, with the key to change, if the job can never start.
     """
+    folder = document.source.absolute().parent
     doubts = [
         *doubts,
         *_missing_paths(job, document),
         *_python_mismatch(job),
-        *_check_commands(job, spec, document),
-        *_check_notify(job, document),
+        *_unless_certain(command_problems(job, spec, folder), document, " on this machine; the nodes need it"),
+        *_unless_certain(
+            notification_problems(job, folder), document, " on this machine; the machine of the manager needs it"
+        ),
         *_check_trusted_network(job, document),
         *_check_transport_installed(job, document),
         *_check_engine_installed(job, document),
@@ -111,7 +115,7 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
         *_check_trackers_installed(job),
         *_check_model(job, document),
         *_check_learning_rates(job, spec),
-        *_check_task_files(job, document),
+        *_unless_certain(task_file_problems(job), document, "; the nodes need it"),
         *_check_stream(job),
         *_check_eval(job),
     ]
@@ -168,28 +172,15 @@ def _missing_paths(job: Job, document: JobDocument) -> list[str]:
     ]
 
 
-def _check_commands(job: Job, spec: RunSpec, document: JobDocument) -> list[str]:
-    """Return a warning for each command of a role that is not found on this machine; the nodes may have it.
+def _unless_certain(problems: Iterable[Problem], document: JobDocument, needed: str) -> list[str]:
+    """Return a warning for each problem that this machine has and another may not have; ``needed`` says which one.
 
-    Raises UsageError instead if the roles run on this machine.
+    Raises UsageError instead if a problem is certain.
     """
-    problems = command_problems(job, spec, document.source.absolute().parent)
+    problems = list(problems)
     if certain := [with_location(document, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the nodes need it" for problem in problems]
-
-
-def _check_notify(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning if the command of the notifications is not found here; the manager's machine may have it.
-
-    Raises UsageError instead if the manager runs on this machine.
-    """
-    problem = notification_problem(job, document.source.absolute().parent)
-    if problem is None:
-        return []
-    if problem.certain:
-        raise UsageError(with_location(document, problem))
-    return [f"{'.'.join(problem.key)}: {problem.text} on this machine; the machine of the manager needs it"]
+    return [f"{'.'.join(problem.key)}: {problem.text}{needed}" for problem in problems]
 
 
 def _check_manager_host(spec: RunSpec, document: JobDocument) -> list[str]:
@@ -356,17 +347,6 @@ def _check_learning_rates(job: Job, spec: RunSpec) -> list[str]:
         for key, rate in (("learning_rate", trainer.learning_rate), ("warm_start_learning_rate", supervised))
         if rate > limit
     ]
-
-
-def _check_task_files(job: Job, document: JobDocument) -> list[str]:
-    """Return a warning for each file of prompts that this machine lacks or cannot read; the nodes may be able to.
-
-    Raises UsageError instead if a row of the file cannot be used, or if the roles run on this machine.
-    """
-    problems = task_file_problems(job)
-    if certain := [with_location(document, problem) for problem in problems if problem.certain]:
-        raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text}; the nodes need it" for problem in problems]
 
 
 def _check_stream(job: Job) -> list[str]:

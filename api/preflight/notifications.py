@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...config.job.schema import Job
@@ -22,14 +23,14 @@ def notifications_text(job: Job) -> str:
     return f"{', '.join(dict.fromkeys(notify.on))}: {target}, at most one an hour of each"
 
 
-def notification_problem(job: Job, folder: Path) -> Problem | None:
-    """Return why the command of the notifications cannot be started on this machine; None if it can be started.
+def notification_problems(job: Job, folder: Path) -> Iterator[Problem]:
+    """Yield why the command of the notifications cannot be started on this machine; nothing if it can be started.
 
     ``folder`` is the folder of job.toml, where the command runs. The problem is certain if the manager runs on this
     machine.
     """
     if job.notify is None or job.notify.command is None:
-        return None
+        return
     name = job.notify.command[0]
     if "/" in name and not os.access(folder / name, os.X_OK):
         missing = "is not executable" if (folder / name).exists() else "does not exist"
@@ -38,5 +39,5 @@ def notification_problem(job: Job, folder: Path) -> Problem | None:
     elif "/" not in name and shutil.which(name) is None:
         text = f"there is no command {json.dumps(name)} in PATH"
     else:
-        return None
-    return Problem(_COMMAND_KEY, text, certain=not job.cluster.traits.manager_is_a_job)
+        return
+    yield Problem(_COMMAND_KEY, text, certain=not job.cluster.traits.manager_is_a_job)
