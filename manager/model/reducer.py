@@ -100,10 +100,6 @@ def _on_manager_started(state: State, at: float, event: ev.ManagerStarted) -> St
     return replace(state, host=event.host, managed_since=at)
 
 
-def _on_manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
-    return state
-
-
 def _on_intended(state: State, at: float, event: ev.Intended) -> State:
     action = event.action
     state = replace(state, intents=put(state.intents, action.tag, PendingIntent(action, at)))
@@ -208,11 +204,7 @@ def _on_fault_injected(state: State, at: float, event: ev.FaultInjected) -> Stat
     return state
 
 
-def _on_tokens_counted(state: State, at: float, event: ev.TokensCounted) -> State:
-    return state
-
-
-def _on_stacks_collected(state: State, at: float, event: ev.StacksCollected) -> State:
+def _unchanged(state: State, at: float, event: ev.Event) -> State:
     return state
 
 
@@ -234,10 +226,6 @@ def _on_evaluated(state: State, at: float, event: ev.Evaluated) -> State:
     return replace(state, evaluations=(*before, Evaluation(event.step, event.metrics)))
 
 
-def _on_values_logged(state: State, at: float, event: ev.ValuesLogged) -> State:
-    return state
-
-
 def _on_gpu_use_recorded(state: State, at: float, event: ev.GpuUseRecorded) -> State:
     return replace(state, gpu_use=event.nodes, gpu_use_at=at)
 
@@ -256,7 +244,7 @@ def _on_run_ended(state: State, at: float, event: ev.RunEnded) -> State:
 
 _REDUCERS: dict[type, _Reducer] = {
     ev.ManagerStarted: _on_manager_started,
-    ev.ManagerStopped: _on_manager_stopped,
+    ev.ManagerStopped: _unchanged,
     ev.Intended: _on_intended,
     ev.IntentSettled: _on_intent_settled,
     ev.Decided: _on_decided,
@@ -278,12 +266,12 @@ _REDUCERS: dict[type, _Reducer] = {
     ev.CommandReceived: on_command,
     ev.FaultRequested: on_fault_requested,
     ev.Resumed: on_resumed,
-    ev.TokensCounted: _on_tokens_counted,
-    ev.StacksCollected: _on_stacks_collected,
+    ev.TokensCounted: _unchanged,
+    ev.StacksCollected: _unchanged,
     ev.BaselinesLearned: _on_baselines_learned,
     ev.ClocksRecorded: _on_clocks_recorded,
     ev.Evaluated: _on_evaluated,
-    ev.ValuesLogged: _on_values_logged,
+    ev.ValuesLogged: _unchanged,
     ev.GpuUseRecorded: _on_gpu_use_recorded,
     ev.EttrEstimated: _on_ettr_estimated,
     ev.RunEnded: _on_run_ended,

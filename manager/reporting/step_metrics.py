@@ -12,7 +12,7 @@ In a run without a trainer each report of logged values is a row of its own, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ...core.run_spec import EvalSpec
 from ...core.types import TRAINER, Incarnation, Outcome, is_support
 from ..model import events as ev
-from ..model.figures.stream_figures import TOKENS_AGED, as_count
+from ..model.figures.stream_figures import trained_tokens
 from ..model.figures.token_ages import MAX_METRIC, P50_METRIC
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
@@ -138,7 +138,7 @@ class StepRows:
             if recovered:
                 self._marks.append(_restart(_incarnation(event, outage.replica), at, outage.since))
         handler = _HANDLERS.get(type(event))
-        return [] if handler is None else list(handler(self, event, at))
+        return [] if handler is None else list(handler(self, event, at) or ())
 
     def rest(self) -> list[StepRow]:
         """Return the rows that are not complete yet, as far as they are known, without changing anything."""
@@ -146,24 +146,21 @@ class StepRows:
         rows = [_with_evaluation(row, results) for row in (*self._held, *self._with_times())]
         return [row for row in rows if row.step or row.evaluation]
 
-    def _on_run_started(self, event: ev.RunStarted, at: float) -> Iterator[StepRow]:
+    def _on_run_started(self, event: ev.RunStarted, at: float) -> None:
         self._steps, self._eval = event.job.steps, event.job.eval
         if self._eval is not None:
             self._held.append(StepRow(0, at, ""))
-        return iter(())
 
-    def _on_manager_started(self, event: ev.ManagerStarted, at: float) -> Iterator[StepRow]:
+    def _on_manager_started(self, event: ev.ManagerStarted, at: float) -> None:
         if self._previous_at is not None:
             self._late = len(self._pending), self._previous_at
             self._marks.append(Mark(at, MarkKind.MANAGER, "manager", f"another manager started on {event.host}"))
-        return iter(())
 
-    def _on_joined(self, event: ev.Joined, at: float) -> Iterator[StepRow]:
+    def _on_joined(self, event: ev.Joined, at: float) -> None:
         if event.incarnation.replica == TRAINER and self._previous_at is None:
             self._previous_at = at
-        return iter(())
 
-    def _on_step_committed(self, event: ev.StepCommitted, at: float) -> Iterator[StepRow]:
+    def _on_step_committed(self, event: ev.StepCommitted, at: float) -> None:
         """Add the row of the step, after the rows of earlier committed steps that no trainer has reported."""
         if self._newest < event.step <= self._steps:
             for step in range(self._newest + 1, event.step):
@@ -171,7 +168,6 @@ class StepRows:
             self._pending.append(row := self._row(event, at))
             self._newest = event.step
             self._previous_at = at if self._previous_at is None else self._previous_at + (row.seconds or 0.0)
-        return iter(())
 
     def _row(self, event: ev.StepCommitted, at: float) -> StepRow:
         """Return the row of a step; the steps of one commit share its time evenly."""
@@ -182,7 +178,7 @@ class StepRows:
             at,
             str(event.incarnation),
             None if self._previous_at is None else (at - self._previous_at) / left,
-            _tokens(metrics),
+            trained_tokens(metrics),
             token_age_p50=metrics.get(P50_METRIC),
             token_age_max=metrics.get(MAX_METRIC),
             metrics=metrics,
@@ -273,7 +269,7 @@ class StepRows:
         return [_with_times(row, own, shares) for row, own in zip(rows, seconds, strict=True)]
 
 
-_HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow]]] = {
+_HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow] | None]] = {
     ev.RunStarted: StepRows._on_run_started,
     ev.ManagerStarted: StepRows._on_manager_started,
     ev.Joined: StepRows._on_joined,
@@ -301,17 +297,6 @@ def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> Step
     known = [step for step in results if row.step is not None and step <= row.step]
     taken = {step: results.pop(step) for step in known}
     return replace(row, evaluation=taken[max(taken)]) if taken else row
-
-
-def _tokens(metrics: Mapping[str, float]) -> int | None:
-    """Return how many tokens a step trained on; None if unknown.
-
-    The trainer's own count takes precedence over the number of tokens with known age.
-    """
-    if "tokens" in metrics:
-        return as_count(metrics["tokens"])
-    aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
-    return sum(aged) if aged else None
 
 
 def _incarnation(event: Any, replica: str) -> str:

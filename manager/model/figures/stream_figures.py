@@ -75,6 +75,17 @@ def with_step(figures: StreamFigures, metrics: Mapping[str, float]) -> StreamFig
     )
 
 
+def trained_tokens(metrics: Mapping[str, float]) -> int | None:
+    """Return how many tokens a step trained on; None if unknown.
+
+    The trainer's own count takes precedence over the number of tokens with known age.
+    """
+    if "tokens" in metrics:
+        return as_count(metrics["tokens"])
+    aged = [as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED)]
+    return sum(aged) if aged else None
+
+
 class EpisodeFigures(Struct, frozen=True):
     """Counts over the run as of its newest step.
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from ....core.run_spec import RunSpec
 from ....core.types import TRAINER, ReplicaId, Version
 from ...model import events as ev
-from ...model.figures.stream_figures import TOKENS_AGED, as_count
+from ...model.figures.stream_figures import trained_tokens
 from .committed_steps import CommittedStep
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class CurveRecorder:
             return
         if isfinite(reward := metrics.get("reward", float("nan"))):
             self._reward.append(CurvePoint(at, step, reward))
-        self._tokens[step] = _tokens(metrics)
+        self._tokens[step] = trained_tokens(metrics) or 0
         if self._published is not None and self._versions:
             self._trainer.append(CurvePoint(at, step, self._published.step))
             self._oldest.append(CurvePoint(at, step, min(self._versions.values())))
@@ -92,13 +92,6 @@ class CurveRecorder:
             if tokens and seconds > 0:
                 throughput.append(CurvePoint(part[-1].at, part[-1].step, round(tokens / seconds, 3)))
         return Curves(_reduced(self._reward), throughput, _reduced(self._trainer), _reduced(self._oldest))
-
-
-def _tokens(metrics: dict[str, float]) -> int:
-    """Return how many tokens a step trained on: the trainer's own count, else the number of tokens with known age."""
-    if "tokens" in metrics:
-        return as_count(metrics["tokens"])
-    return sum(as_count(count) for name, count in metrics.items() if name.startswith(TOKENS_AGED))
 
 
 def _parts(values: Sequence[T]) -> list[Sequence[T]]:
