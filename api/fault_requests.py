@@ -50,8 +50,8 @@ def fault_of(
     """
     if kind not in set(FaultKind):
         raise UsageError(f'there is no fault "{kind}"; the faults are {", ".join(FaultKind)}')
-    moment = FaultTrigger() if at is None else _parse_flag(parse_trigger, at, "--at")
-    lasts = 0.0 if seconds is None else _parse_flag(units.seconds, seconds, "--for")
+    moment = FaultTrigger() if at is None else parse_flag(parse_trigger, at, "--at")
+    lasts = 0.0 if seconds is None else parse_flag(units.seconds, seconds, "--for")
     replicas = {role.name: role.replicas for role in job.roles}
     draw = random.Random(seed)
     chosen_target = target if "/" in target else resolve_target(target, FaultKind(kind), replicas, draw) or target
@@ -72,7 +72,8 @@ def request_fault(run: RunDir, fault: Fault) -> str:
     return send(run, Command("inject", getpass.getuser(), fault=fault))
 
 
-def _parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
+def parse_flag(parse: Callable[[str], _T], text: str, flag: str) -> _T:
+    """Return the parsed value of a flag; raise UsageError if ``parse`` raises ValueError."""
     try:
         return parse(text)
     except ValueError as error:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from ...api.fault_requests import parse_flag
 from ...api.runs import all_runs, check_own, find_run, read_state, submit_time
 from ...api.watching.manager_liveness import surely_gone
 from ...api.watching.start_check import StartCheck
@@ -47,7 +48,7 @@ def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:
     if older_than is None:
         runs = list({run.path: run for run in map(_named, names)}.values())
     else:
-        runs = _ended_before(time.time() - _age(older_than))
+        runs = _ended_before(time.time() - parse_flag(seconds, older_than, "--older-than"))
     leftovers = _leftovers()
     if not runs and not leftovers:
         print(f"no run to remove in {runs_root()}")
@@ -67,14 +68,6 @@ def remove(names: list[str], older_than: str | None, *, yes: bool) -> int:
         print_line(f"removed {run.id}  {size(sizes[run])}")
     print(f"freed {size(freed)}")
     return 0
-
-
-def _age(text: str) -> float:
-    """Return the seconds of ``--older-than``. Raises UsageError if it is not a duration."""
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise UsageError(f"--older-than: {error}") from None
 
 
 def _named(name: str) -> RunDir:

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from ...api.fault_requests import parse_flag
 from ...api.interventions import request_end
 from ...api.preflight.job_preflight import checked
 from ...api.runs import check_manageable, find_run, job_of, read_state, summary_of
@@ -190,19 +191,12 @@ def _weights(run: RunDir) -> str:
     return "checkpoints/ in this folder" if any(run.checkpoints.glob("*")) else ""
 
 
-@contextmanager
-def _progress_to_stderr(wanted: bool) -> Iterator[None]:
-    """Within the context, redirect stdout to stderr if ``wanted``.
+def _progress_to_stderr(wanted: bool) -> AbstractContextManager[object]:
+    """Return a context that redirects stdout to stderr if ``wanted``.
 
     With ``--json``, stdout is for the one document at the end.
     """
-    before = sys.stdout
-    if wanted:
-        sys.stdout = sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout = before
+    return redirect_stdout(sys.stderr) if wanted else nullcontext()
 
 
 def resume(
@@ -225,16 +219,7 @@ def changes(texts: Sequence[str], steps: int | None, walltime: str | None) -> li
     if steps is not None:
         settings.append(Setting(("run", "steps"), steps, f"--steps {steps}"))
     if walltime is not None:
-        _check_positive(walltime)
+        if not parse_flag(seconds, walltime, "--walltime"):
+            raise UsageError(f'--walltime: must be more than 0, not "{walltime}"')
         settings.append(Setting(("cluster", "walltime"), walltime, f"--walltime {walltime}"))
     return settings
-
-
-def _check_positive(text: str) -> None:
-    """Check the value of ``--walltime``. Raises UsageError if it is not a positive duration."""
-    try:
-        if seconds(text):
-            return
-    except ValueError as error:
-        raise UsageError(f"--walltime: {error}") from None
-    raise UsageError(f'--walltime: must be more than 0, not "{text}"')
