@@ -133,8 +133,11 @@ INVALID_CONFIG_CODE = 2
 """Exit code of a built-in role that found the job's configuration invalid."""
 
 
-class ExitRecord(Struct, frozen=True):
-    """How a step ended; written once, atomically, by its first process."""
+class ExitRecord(Struct, frozen=True, tag=True):
+    """How a step ended; written once, atomically, by its first process.
+
+    The first process also sends the record to the manager, where it arrives sooner than the durable file.
+    """
 
     tag: str
     incarnation: Incarnation

@@ -11,21 +11,11 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ..core.faults import Fault
-from ..core.launch import ExitReason
+from ..core.launch import ExitRecord
 from ..core.phases import ClockReading
-from ..core.types import (
-    DataReport,
-    Finding,
-    GpuUse,
-    Incarnation,
-    NodeName,
-    ProbeResult,
-    RaisedException,
-    ReplicaId,
-    Version,
-)
+from ..core.types import DataReport, Finding, GpuUse, Incarnation, NodeName, ProbeResult, ReplicaId, Version
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
 
 
@@ -141,22 +131,6 @@ class ValuesLogged(Struct, frozen=True, tag=True):
 
     incarnation: Incarnation
     values: dict[str, float]
-
-
-class StepExit(Struct, frozen=True, tag=True):
-    """Sent by the launcher of a step: a copy of the step's exit record, which arrives sooner than the durable file."""
-
-    incarnation: Incarnation
-    tag: str
-    code: int | None
-    signal: int | None
-    reason: ExitReason
-    last_line: str = ""
-    """Last line that the command wrote, if it ended by itself with a failure; otherwise empty."""
-    detail: str = ""
-    """Details of ``reason``, for people."""
-    exception: RaisedException | None = None
-    """Exception that ended the command; None if the command has not reported an exception."""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
@@ -294,7 +268,7 @@ ToManager = (
     | Committed
     | Evaluated
     | ValuesLogged
-    | StepExit
+    | ExitRecord
     | AgentHello
     | AgentHeartbeat
     | StepVanished

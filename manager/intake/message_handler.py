@@ -221,7 +221,7 @@ class MessageHandler:
             )
         )
 
-    def _step_exit(self, _: Incoming, message: msg.StepExit) -> None:
+    def _step_exit(self, _: Incoming, message: ExitRecord) -> None:
         self._peers.steps.pop(message.tag, None)
         self._on_exit_record(message)
 
@@ -247,7 +247,7 @@ class MessageHandler:
         else:
             self._on_exit_record(record)
 
-    def _on_exit_record(self, record: ExitRecord | msg.StepExit) -> None:
+    def _on_exit_record(self, record: ExitRecord) -> None:
         incarnation = current_owner(self._context.state(), record.incarnation, record.tag)
         self._record_end(_step_ended(incarnation, record))
 
@@ -496,7 +496,7 @@ class Senders(IntEnum):
 
 HANDLERS: Mapping[type, tuple[Senders, Callable[[MessageHandler, Incoming, Any], Awaitable[None] | None]]] = {
     msg.AdmissionRequest: (Senders.ANY, MessageHandler._admission_request),
-    msg.StepExit: (Senders.ANY, MessageHandler._step_exit),
+    ExitRecord: (Senders.ANY, MessageHandler._step_exit),
     msg.StepVanished: (Senders.ANY, MessageHandler._step_vanished),
     msg.Injected: (Senders.ANY, MessageHandler._injected),
     msg.Hello: (Senders.CURRENT, MessageHandler._hello),
@@ -533,8 +533,8 @@ def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
     return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)
 
 
-def _step_ended(incarnation: Incarnation, record: ExitRecord | msg.StepExit) -> ev.StepEnded:
-    """Return the event for the end of this incarnation's step, from its exit record or from the StepExit message."""
+def _step_ended(incarnation: Incarnation, record: ExitRecord) -> ev.StepEnded:
+    """Return the event for the end of this incarnation's step."""
     return ev.StepEnded(
         incarnation,
         record.tag,

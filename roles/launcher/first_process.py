@@ -24,7 +24,7 @@ from ...core.run_dir import RunDir, write_atomically
 from ...core.types import NodeName, RaisedException
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
-from ...transport.messages import AdmissionRequest, Admitted, Fenced, FromManager, StepExit, Stop
+from ...transport.messages import AdmissionRequest, Admitted, Fenced, FromManager, Stop
 from .process_group import adopt_orphans
 
 _log = logging.getLogger("rrl.launcher")
@@ -34,7 +34,7 @@ ADMISSION_TIMEOUT_S = 60.0
 its successor, which starts after the lease of the dead manager (10 s) has expired. If no answer comes in time, this
 step ends, and the next manager launches the incarnation again under another tag."""
 EXIT_REPORT_TIMEOUT_S = 2.0
-"""Seconds to wait for a manager that can receive the StepExit. This is short, because the exit record on disk
+"""Seconds to wait for a manager that can receive the exit record. This is short, because the exit record on disk
 decides."""
 
 
@@ -64,7 +64,7 @@ class StepSupervisor:
         self.on_message: Callable[[Any], None] = lambda message: None
         """Function that handles every message of the manager except Admitted, and except Stop and Fenced of this
         incarnation."""
-        self._exit_report: StepExit | None = None
+        self._exit_report: ExitRecord | None = None
         self._admitted = False
         self._is_duplicate = False
         """Whether another process runs under the same tag."""
@@ -155,24 +155,13 @@ class StepSupervisor:
                 "this process exits (%s), and the other process with the same tag continues", exit_text(reason, detail)
             )
             return
-        unwritten = _write_record(
-            launch,
-            ExitRecord(
-                launch.tag,
-                launch.incarnation,
-                self.node,
-                code,
-                number,
-                reason,
-                time.time(),
-                last_line,
-                detail,
-                exception,
-            ),
+        record = ExitRecord(
+            launch.tag, launch.incarnation, self.node, code, number, reason, time.time(), last_line, detail, exception
         )
+        unwritten = _write_record(launch, record)
         if code and unwritten:  # a full disk also ends programs that do not name it, such as a torch.save
-            last_line = f"{last_line} ({unwritten})".lstrip()
-        self._exit_report = StepExit(launch.incarnation, launch.tag, code, number, reason, last_line, detail, exception)
+            record = msgspec.structs.replace(record, last_line=f"{last_line} ({unwritten})".lstrip())
+        self._exit_report = record
         if self.dialer.connected:
             await self.dialer.send(self._exit_report)
         else:

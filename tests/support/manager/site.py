@@ -394,7 +394,7 @@ class Actor:
         self.done = 0
         self._began_ns = 0
         self._held: int | None = None
-        self._ended: msg.StepExit | None = None
+        self._ended: ExitRecord | None = None
         self._known: FakeListener | None = None
         self._admitted = False
         self._task = site.spawn(self._live())
@@ -548,9 +548,8 @@ class Actor:
             return
         signal = 9 if reason is ExitReason.SIGNALED else None
         code = None if signal else 0
-        record = ExitRecord(self.tag, self.launched, self.node, code, signal, reason, 0.0)
-        write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(record))
-        self._ended = msg.StepExit(self.launched, self.tag, code, signal, reason)
+        self._ended = ExitRecord(self.tag, self.launched, self.node, code, signal, reason, 0.0)
+        write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(self._ended))
         self._send(self._ended)
         self.vanish()
 

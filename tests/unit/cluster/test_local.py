@@ -23,12 +23,12 @@ from rrl.cluster.base import (
 )
 from rrl.cluster.local import LocalCluster
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import ExitReason, Launch
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import read_process
 from rrl.core.types import NodeName, Resources
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, Manager, eventually, lab
 from rrl.tests.support.local_cluster import crash, processes_on
-from rrl.transport.messages import AdmissionRequest, AgentHeartbeat, AgentHello, StepExit
+from rrl.transport.messages import AdmissionRequest, AgentHeartbeat, AgentHello
 
 SLEEP = ("sleep", "1000")
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
@@ -142,7 +142,7 @@ def test_launched_step_is_listed_until_it_ends(tmp_path: Path) -> None:
             await cluster.release_launcher(launch.tag)
             assert await steps(cluster) == {launch.tag: "local2"}
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
-            assert (await manager.wait_for(StepExit)).code == 0
+            assert (await manager.wait_for(ExitRecord)).code == 0
             await wait_until_unlisted(cluster)
             with pytest.raises(Refused, match="already been launched"):
                 await cluster.launch(step_of(at, launch))

@@ -15,12 +15,12 @@ import pytest
 from rrl.cluster.base import AllocationRequest, AllocationState, Refused, Step
 from rrl.cluster.slurm.cluster import SlurmCluster
 from rrl.cluster.slurm.commands import SlurmLimits
-from rrl.core.launch import Launch
+from rrl.core.launch import ExitRecord, Launch
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import NodeName, Resources
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
 from rrl.tests.support.slurm.lab import SlurmLab
-from rrl.transport.messages import AgentHello, StepExit
+from rrl.transport.messages import AgentHello
 
 pytestmark = pytest.mark.slurm
 
@@ -95,7 +95,7 @@ def test_roles_have_own_gpus_beside_an_agent_and_no_slurm_or_mpi_variables(site:
                 roles[0] = hold_gpu(at, roles[0])
                 for role in roles:
                     await slurm.launch(step(at, role, Resources(cpus=1, gpus=1, mem=100 * 2**20)))
-                await manager.wait_for(StepExit, lambda end: end.incarnation == roles[1].incarnation)
+                await manager.wait_for(ExitRecord, lambda end: end.incarnation == roles[1].incarnation)
                 environments = [await environment(at, role) for role in roles]
             assert not [
                 name for variables in environments for name in variables if re.match(r"SLURM|SRUN|PMI|OMPI", name)

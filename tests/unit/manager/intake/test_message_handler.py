@@ -171,10 +171,10 @@ def test_message_of_a_fenced_incarnation_is_ignored_and_answered_with_fenced(
 
 
 def test_end_of_a_step_counts_once_and_only_for_its_incarnation(hearing: Handling) -> None:
-    hearing.handle(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
-    hearing.handle(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
+    hearing.handle(ExitRecord("another.tag", R1, N1, 0, None, ExitReason.EXITED, 0.0))
+    hearing.handle(ExitRecord(STEP, R2, N1, 0, None, ExitReason.EXITED, 0.0))
     assert hearing.events == []
-    ended = msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED)
+    ended = ExitRecord(STEP, R1, N1, None, 9, ExitReason.SIGNALED, 0.0)
     hearing.handle(ended, ended)
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
@@ -202,17 +202,12 @@ def test_exception_of_an_ended_process_reaches_its_finding_on_every_way(hearing:
     exception = RaisedException("TypeError", "not a dict", "rollout.py:9", "abc")
     record = ExitRecord(STEP, R1, N1, 1, None, ExitReason.EXITED, 0.0, exception=exception)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
-    message = msg.StepExit(R1, STEP, 1, None, ExitReason.EXITED, exception=exception)
 
     def restored() -> None:
         hearing.handler.restore_step_end(R1)
 
     before, ended = hearing.state, ev.StepEnded(R1, STEP, 1, None, ExitReason.EXITED, exception=exception)
-    for deliver in (
-        lambda: hearing.handle(message),
-        lambda: asyncio.run(hearing.handler.read_exit_records()),
-        restored,
-    ):
+    for deliver in (lambda: hearing.handle(record), lambda: asyncio.run(hearing.handler.read_exit_records()), restored):
         hearing.events.clear()
         hearing.state = before
         hearing.next_manager()
@@ -333,7 +328,7 @@ HELLO_MESSAGES = (
     msg.Committed(R1, 1, {"reward": 0.5}),
     msg.Committed(R1, 2, {"reward": 0.7}),
     msg.Goodbye(R1),
-    msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED),
+    ExitRecord(STEP, R1, N1, None, 9, ExitReason.SIGNALED, 0.0),
     msg.StepVanished(R1, STEP, N1),
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.launch import ExitReason, Launch
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import Process, read_process
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
@@ -16,7 +16,7 @@ from rrl.core.run_spec import ContainerSpec, RoleSpec
 from rrl.core.types import Resources
 from rrl.manager.execute.launch import apptainer
 from rrl.tests.support.listening_manager import Lab, eventually, lab
-from rrl.transport.messages import AgentHeartbeat, AgentHello, StepExit, StepVanished
+from rrl.transport.messages import AgentHeartbeat, AgentHello, StepVanished
 
 FAKE = Path(__file__).parents[3] / "support" / "fake_apptainer"
 ROLE = RoleSpec("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
@@ -54,7 +54,7 @@ def test_command_runs_in_the_image_and_its_exit_code_is_the_roles(tmp_path: Path
         async with at.manager() as manager:
             launch = contained(at, job, "echo $SET $PWD; exit 3")
             at.start(launch)
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.code, report.reason) == (3, ExitReason.EXITED)
             await eventually(lambda: f"up {job}" in at.log(launch))
             assert (job / "call").read_text().splitlines() == [
@@ -86,7 +86,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_end_with_the_step
             inside = await daemon(at, launch)
             if how == "asked":
                 step.terminate()
-                assert (await manager.wait_for(StepExit)).reason == ExitReason.STOPPED
+                assert (await manager.wait_for(ExitRecord)).reason == ExitReason.STOPPED
             else:
                 await manager.wait_for(
                     AgentHeartbeat, lambda heartbeat: launch.tag in heartbeat.alive
@@ -108,7 +108,7 @@ def test_node_without_apptainer_is_reported(tmp_path: Path) -> None:
             launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
             at.start(launch)
-            assert (await manager.wait_for(StepExit)).detail.endswith("No such file or directory: 'apptainer'")
+            assert (await manager.wait_for(ExitRecord)).detail.endswith("No such file or directory: 'apptainer'")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.core.launch import ExitReason, Launch
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
@@ -24,7 +24,7 @@ from rrl.roles.launcher.gpus import NodeGpus, assigned_gpus, assigned_gpus_with_
 from rrl.tests.support.health.fake_vendor import FAKE_ROW
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.address import NoAddress, interfaces
-from rrl.transport.messages import AgentHello, StepExit
+from rrl.transport.messages import AgentHello
 
 HOSTILE = {
     "SLURM_JOB_ID": "7",
@@ -116,7 +116,7 @@ def test_step_on_a_node_without_the_network_names_the_existing_ones(tmp_path: Pa
         async with at.manager() as manager:
             made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
             at.start(made)
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             names = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces())
             assert report.reason is ExitReason.NOT_STARTED
             assert report.detail == f"no interface with an address in 203.0.113.0/24; there are {names}"
@@ -151,7 +151,7 @@ def test_setup_variables_reach_the_role_and_setup_output_is_logged(tmp_path: Pat
             text = prelude(EnvSpec(setup=("export SET=up", "echo loading >&2")))
             made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
             at.start(made)
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.code, report.reason) == (5, ExitReason.EXITED)
             await eventually(lambda: f"up {made.cwd}" in at.log(made))
             assert "loading" in at.log(made)
@@ -166,7 +166,7 @@ def test_failed_setup_line_is_the_reason_in_the_exit_record(tmp_path: Path) -> N
             text = prelude(EnvSpec(setup=("sleep 1002 & true", "ls /no/such/place")))
             made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
             step = at.start(made)
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert report.reason is ExitReason.NOT_STARTED
             assert report.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
             record = at.record(made)
@@ -188,7 +188,7 @@ def test_stop_during_setup_is_recorded_as_stopped(tmp_path: Path) -> None:
             step = at.start(made)
             await eventually((tmp_path / "there").exists)
             step.terminate()
-            assert (await manager.wait_for(StepExit)).reason == ExitReason.STOPPED
+            assert (await manager.wait_for(ExitRecord)).reason == ExitReason.STOPPED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

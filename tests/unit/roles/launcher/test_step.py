@@ -15,7 +15,7 @@ from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_tex
 from rrl.core.processes import STEP_ENV, Process, descendants, read_process
 from rrl.core.run_dir import write_atomically
 from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, eventually, lab
-from rrl.transport.messages import AdmissionRequest, Fenced, StepExit, Stop
+from rrl.transport.messages import AdmissionRequest, Fenced, Stop
 
 JOB = {"run": {"name": "x", "steps": 1}, "task": {"function": "task:make"}, "model": {"tokenizer": {"pieces": "01"}}}
 SLEEP = ("sleep", "1000")
@@ -44,7 +44,7 @@ def arguments(process: Process) -> list[str]:
         return [""]
 
 
-def text_of(end: ExitRecord | StepExit) -> str:
+def text_of(end: ExitRecord) -> str:
     return exit_text(end.reason, end.detail)
 
 
@@ -59,10 +59,9 @@ def test_killed_role_leaves_a_record_and_is_reported(tmp_path: Path) -> None:
             launch = at.launch(*SLEEP)
             step = at.start(launch)
             os.killpg((await command(at, launch)).pid, signal.SIGKILL)
-            report = await manager.wait_for(StepExit)
-            assert report == StepExit(launch.incarnation, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
+            report = await manager.wait_for(ExitRecord)
             record = at.record(launch)
-            assert record is not None
+            assert report == record
             assert (record.code, record.signal, record.reason) == (None, signal.SIGKILL, ExitReason.SIGNALED)
             assert await at.end_of(step) == 128 + signal.SIGKILL
 
@@ -94,7 +93,7 @@ def test_exit_record_that_cannot_be_written_is_named_beside_the_last_line(tmp_pa
             launch = at.launch("sh", "-c", "echo unexpected pos 704; exit 1")
             at.run.exit_file(launch.tag).mkdir()
             assert await at.end_of(at.start(launch)) == 1
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert report.last_line == "unexpected pos 704 (its exit record cannot be written: Is a directory)"
 
     with lab(tmp_path) as at:
@@ -123,7 +122,7 @@ def test_uncaught_exception_of_a_role_is_recorded_with_the_users_line(tmp_path: 
                 "load({})",
             )
             assert await at.end_of(at.start(launch)) == 1
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             record = at.record(launch)
             assert record is not None
             assert report.exception == record.exception
@@ -155,7 +154,7 @@ def test_exception_before_the_role_joins_is_recorded_with_the_users_line(
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             assert await at.end_of(at.start(python_role(at, tmp_path, *lines))) == 1
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert report.exception is None
             assert report.last_line == f"{last_line} ({tmp_path}/role.py:{place})"
 
@@ -182,7 +181,7 @@ def test_exit_of_a_role_for_a_changed_input_is_a_reason_of_its_own(tmp_path: Pat
                 "except BaseException: pass",
             )
             assert await at.end_of(at.start(launch)) == 2
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.code, report.reason) == (2, ExitReason.INPUT_CHANGED)
             assert report.detail.startswith(f"{prompts} has changed since the run first read it (18 bytes then, 18 oth")
             assert at.log(launch) == f"rrl: {report.detail}\n"
@@ -206,7 +205,7 @@ def test_exit_of_a_role_for_invalid_configuration_is_a_reason_of_its_own(tmp_pat
                 "    raise ValueError('[task] has no such dataset')",
             )
             assert await at.end_of(at.start(launch)) == 2
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.code, report.reason) == (2, ExitReason.INVALID_CONFIG)
             assert (report.detail, report.last_line) == ("[task] has no such dataset", "")
             assert at.log(launch) == "rrl: [task] has no such dataset\n"
@@ -237,7 +236,7 @@ def test_command_that_exits_on_its_own_is_not_taken_for_invalid_configuration(
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             await at.end_of(at.start(python_role(at, tmp_path, *lines)))
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.reason, report.exception) == (ExitReason.EXITED, None)
             assert report.last_line == "rrl: bad"
 
@@ -251,7 +250,7 @@ def test_damaged_end_report_counts_as_missing(tmp_path: Path) -> None:
             launch = at.launch("sh", "-c", "echo last words; exit 2")
             at.run.end_report_file(launch.tag).write_bytes(b'{"type": "InvalidConf')
             await at.end_of(at.start(launch))
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.reason, report.last_line) == (ExitReason.EXITED, "last words")
 
     with lab(tmp_path) as at:
@@ -317,7 +316,7 @@ def test_refused_step_exits_without_starting_its_command(tmp_path: Path) -> None
             launch = at.launch("touch", str(tmp_path / "started"))
             await at.end_of(at.start(launch))
             assert not (tmp_path / "started").exists()
-            assert text_of(await manager.wait_for(StepExit)) == "not admitted: an older incarnation"
+            assert text_of(await manager.wait_for(ExitRecord)) == "not admitted: an older incarnation"
             record = at.record(launch)
             assert record is not None
             assert text_of(record) == "not admitted: an older incarnation"
@@ -356,7 +355,7 @@ def test_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> No
             assert (wanted.incarnation, wanted.tag) == (launch.incarnation, launch.tag)
             assert not gone(role)
             os.killpg(role.pid, signal.SIGKILL)
-            assert (await second.wait_for(StepExit)).signal == signal.SIGKILL
+            assert (await second.wait_for(ExitRecord)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -388,7 +387,7 @@ def test_exit_without_a_manager_is_reported_to_one_that_starts_in_time(tmp_path:
         )
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
-            assert text_of(await late.wait_for(StepExit)) == "not admitted: no manager answered"
+            assert text_of(await late.wait_for(ExitRecord)) == "not admitted: no manager answered"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -405,7 +404,7 @@ def test_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how
                 step.terminate()
             else:
                 await manager.send(launch.incarnation, Stop(launch.incarnation, 0.3, "done"))
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.signal, report.reason) == (signal.SIGKILL, ExitReason.STOPPED)
 
     with lab(tmp_path) as at:
@@ -419,7 +418,7 @@ def test_role_may_finish_after_a_stop_request(tmp_path: Path) -> None:
             step = at.start(launch)
             await eventually(lambda: "up" in at.log(launch))
             step.terminate()
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.code, report.reason) == (0, ExitReason.STOPPED)
             await at.end_of(step)
             assert "saved" in at.log(launch)
@@ -437,7 +436,7 @@ def test_frozen_role_is_killed_after_a_stop_request(tmp_path: Path) -> None:
             os.killpg(role.pid, signal.SIGSTOP)
             await eventually(lambda: ") T " in Path(f"/proc/{role.pid}/stat").read_text())
             step.terminate()
-            assert (await manager.wait_for(StepExit)).signal == signal.SIGKILL
+            assert (await manager.wait_for(ExitRecord)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -451,7 +450,7 @@ def test_fenced_role_gets_no_grace(tmp_path: Path) -> None:
             await eventually(lambda: "up" in at.log(launch))
             await manager.send(launch.incarnation, Stop(launch.incarnation, 1000.0, "finish"))
             await manager.send(launch.incarnation, Fenced(launch.incarnation, "superseded"))
-            assert (await manager.wait_for(StepExit)).signal == signal.SIGKILL
+            assert (await manager.wait_for(ExitRecord)).signal == signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -464,7 +463,7 @@ def test_fenced_step_records_the_reason(tmp_path: Path) -> None:
             at.start(launch)
             await command(at, launch)
             await manager.send(launch.incarnation, Fenced(launch.incarnation, "superseded"))
-            end = await manager.wait_for(StepExit)
+            end = await manager.wait_for(ExitRecord)
             assert (end.reason, end.detail) == (ExitReason.FENCED, "superseded")
 
     with lab(tmp_path) as at:
@@ -483,10 +482,10 @@ def test_death_of_the_parent_ends_the_step_but_on_a_virtual_node(tmp_path: Path,
             launcher.kill()
             await launcher.wait()
             if not virtual:
-                assert (await manager.wait_for(StepExit)).reason == ExitReason.LAUNCHER_DIED
+                assert (await manager.wait_for(ExitRecord)).reason == ExitReason.LAUNCHER_DIED
             else:
                 os.killpg(role.pid, signal.SIGTERM)
-                assert (await manager.wait_for(StepExit)).reason == ExitReason.SIGNALED
+                assert (await manager.wait_for(ExitRecord)).reason == ExitReason.SIGNALED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -509,7 +508,7 @@ def test_command_that_cannot_be_started_is_recorded_with_the_reason(tmp_path: Pa
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch("no-such-command"))
-            assert (await manager.wait_for(StepExit)).reason is ExitReason.NOT_STARTED
+            assert (await manager.wait_for(ExitRecord)).reason is ExitReason.NOT_STARTED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -524,7 +523,7 @@ def test_stop_of_another_incarnation_is_ignored(tmp_path: Path) -> None:
             older = at.launch(*SLEEP, number=0).incarnation
             await manager.send(launch.incarnation, Fenced(older, "superseded"))
             await manager.send(launch.incarnation, Stop(launch.incarnation, 5.0, "done"))
-            report = await manager.wait_for(StepExit)
+            report = await manager.wait_for(ExitRecord)
             assert (report.signal, report.reason) == (signal.SIGTERM, ExitReason.STOPPED)
             assert gone(role)
 

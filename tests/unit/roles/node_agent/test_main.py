@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.launch import LAUNCH_ENV, ExitReason
+from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord
 from rrl.core.processes import read_process
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.node_agent.main import _removed
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.tests.support.roles.agent_node import SLEEP, first_of, node
-from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, Inject, Injected, StepExit, StepVanished, Stop
+from rrl.transport.messages import AgentHeartbeat, AgentHello, Fenced, Inject, Injected, StepVanished, Stop
 
 DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
 
@@ -79,7 +79,7 @@ def test_step_with_an_exit_record_is_not_reported_as_vanished(tmp_path: Path) ->
             lost, _ = await lab_node.step(*SLEEP, replica="rollout/1")
             await lab_node.wait_for_steps(ended, lost)
             os.killpg(command_of_ended.pid, signal.SIGKILL)
-            await lab_node.manager.wait_for(StepExit)
+            await lab_node.manager.wait_for(ExitRecord)
             await lab_node.wait_for_steps(lost)
             os.kill(first_of(at, lost).pid, signal.SIGKILL)
             await lab_node.manager.wait_for(StepVanished)
@@ -159,7 +159,7 @@ def test_agent_that_stops_while_steps_end_logs_nothing(tmp_path: Path) -> None:
             os.kill(first_of(at, first).pid, signal.SIGKILL)
             await lab_node.wait_for_steps(second)
             await lab_node.manager.send(lab_node.launch.incarnation, Stop(lab_node.launch.incarnation, 1.0, "done"))
-            await lab_node.manager.wait_for(StepExit)
+            await lab_node.manager.wait_for(ExitRecord)
             os.kill(first_of(at, second).pid, signal.SIGKILL)
             await eventually(lambda: not any(p.module for p in at.processes(second)))
             go_on.touch()
@@ -249,7 +249,7 @@ def test_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: Fa
                 await eventually(lambda: " (sleep) T " in Path(f"/proc/{role.pid}/stat").read_text())
                 assert first_of(at, launch)
             elif kind is FaultKind.KILL:
-                assert (await lab_node.manager.wait_for(StepExit)).signal == signal.SIGKILL
+                assert (await lab_node.manager.wait_for(ExitRecord)).signal == signal.SIGKILL
             else:
                 await lab_node.manager.wait_for(StepVanished)
                 assert at.record(launch) is None

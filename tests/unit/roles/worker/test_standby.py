@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rrl.core.faults import Fault, FaultKind
-from rrl.core.launch import ExitReason, Launch, tag_of
+from rrl.core.launch import ExitReason, ExitRecord, Launch, tag_of
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
@@ -35,7 +35,6 @@ from rrl.transport.messages import (
     Inject,
     Injected,
     Promote,
-    StepExit,
     Stop,
     VersionAvailable,
     Welcome,
@@ -365,7 +364,7 @@ def test_fenced_promoted_standby_ends_at_once(scene: Scene, admits: None, how: s
                     os.kill(pid, 19)
                 await manager.listener.send(manager.first, Fenced(MEMBER, "its gang restarts", launch.tag))
             await scene.at.end_of(child)
-            exit = await manager.wait_for(StepExit)
+            exit = await manager.wait_for(ExitRecord)
             assert (exit.incarnation, exit.tag) == (STANDBY_PROCESS, launch.tag), (
                 "the exit must name the standby process: the manager knows which member the step became"
             )
