@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from ...cluster.base import Refused, Unanswered
 from ...core.types import OperationFailed
@@ -21,27 +22,14 @@ from .report import read_records, warn, without_implausible
 _now = time.time
 
 
-class OpenDrainRequest(Struct, frozen=True):
+class OpenDrainRequest(DrainRequest, frozen=True, kw_only=True):
     """A node whose drain runs requested: an object of the output of ``rrl health drain-requests --json``."""
 
-    node: str
-    reason: str
-    cause: str
-    evidence: tuple[str, ...]
-    at: float
-    """Time of the newest request (s since 1970)."""
-    users: tuple[str, ...]
-    runs: tuple[str, ...]
-    requested_by: str
-    rejection: str
-    """Why the cluster did not let the run drain the node."""
     state: str
     """State of the node according to Slurm; empty if it is not known."""
     drained: bool
     owner: str
     """Who drained the node; empty if it is not drained."""
-    accused: bool
-    """True if the evidence suffices for a drain; False if it comes from only one user, who is not root."""
     scontrol: str
     """Command that drains the node; empty if it should not be drained now."""
 
@@ -138,18 +126,5 @@ def _scontrol(one: DrainRequest, state: DrainState) -> str:
 
 def _open_request(one: DrainRequest, state: DrainState) -> OpenDrainRequest:
     return OpenDrainRequest(
-        one.node,
-        one.reason,
-        one.cause,
-        tuple(one.evidence),
-        one.at,
-        tuple(one.users),
-        tuple(one.runs),
-        one.by,
-        one.rejection,
-        state.state,
-        state.drained,
-        state.owner,
-        one.accused,
-        _scontrol(one, state),
+        **asdict(one), state=state.state, drained=state.drained, owner=state.owner, scontrol=_scontrol(one, state)
     )

@@ -13,11 +13,10 @@ from ...api.watching.run_state import standing
 from ...core.faults import Fault
 from ...core.run_dir import RunDir
 from ...core.types import Outcome
-from ...manager.model.figures.stream_figures import EpisodeFigures
 from ...manager.model.state import State
 from ...manager.model.table import as_dict
-from ...manager.reporting.summary import EpisodeCounts, StreamSummary, episode_counts, stream_summary
-from ...manager.storage.model_folders import ModelFolders, model_folders
+from ...manager.reporting.summary import RunFigures, run_figures
+from ...manager.storage.model_folders import model_folders
 from ..views.pace import Pace, pace_of
 from ..views.status import known_until
 
@@ -47,7 +46,7 @@ class RequestedFault(Fault, frozen=True, kw_only=True):
     run: str = ""
 
 
-class StatusFigures(ModelFolders, frozen=True, kw_only=True):
+class StatusFigures(RunFigures, frozen=True, kw_only=True):
     """The keys that ``rrl status --json`` adds to the state of the run."""
 
     standing: str
@@ -56,15 +55,7 @@ class StatusFigures(ModelFolders, frozen=True, kw_only=True):
     """What is wrong with the manager or the run directory, and what to do; empty if nothing is wrong."""
     metrics_failure: str
     """Why the manager serves no metrics; empty if it serves them, or if the job requests none."""
-    stream: StreamSummary
-    episodes: EpisodeCounts
     pace: Pace
-    turns: int
-    """Turns of the finished episodes. This field and the next four have the same meaning as in ``summary.json``."""
-    branches: int
-    given_tokens: int
-    untrained_turns: int
-    token_drift: int
 
 
 def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure: str) -> dict[str, Any]:
@@ -76,20 +67,12 @@ def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure
         judged: What is known about its manager.
         metrics_failure: Why the manager serves no metrics.
     """
-    episodes: EpisodeFigures = state.episode_figures
     figures = StatusFigures(
-        **msgspec.structs.asdict(model_folders(run, state.step)),
         standing=judged.standing or standing(state),
         note=str(judged),
         metrics_failure=metrics_failure,
-        stream=stream_summary(state.job, state.idle_times, state.stream_figures),
-        episodes=episode_counts(episodes),
         pace=pace_of(state, known_until(state, time.time(), (judged.note,)), frozen=bool(judged.note)),
-        turns=episodes.turns,
-        branches=episodes.branches,
-        given_tokens=episodes.given_tokens,
-        untrained_turns=episodes.untrained_turns,
-        token_drift=episodes.token_drift,
+        **run_figures(state, model_folders(run, state.step)),
     )
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state, enc_hook=as_dict))
     shown: dict[str, Any] = msgspec.to_builtins(figures, str_keys=True)

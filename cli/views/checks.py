@@ -87,7 +87,7 @@ def requests_view(
     table = grid("none", "none", "none", "none")
     for one in requests:
         state = drains.get(one.node, DrainState())
-        request_text = f"requested by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
+        request_text = f"requested by {one.requested_by}" if one.requested_by else "; ".join(one.evidence) or one.reason
         table.add_row(
             Text(one.node, "bold"),
             Text(one.cause or "person", "red"),

@@ -144,21 +144,18 @@ class LoadHistory:
 
     def idle_for(self, since: float) -> float:
         """Return for how many seconds CPU and GPU have been idle, counted from ``since`` on; negative if they work."""
-        if self.latest_at is None or self.idle_since is None:
-            return -1.0
-        return self.latest_at - max(self.idle_since, since)
+        return self._lasts(self.idle_since, since)
 
     def gpu_idle_for(self, since: float) -> float:
         """Return for how many seconds no kernel has run, counted from ``since`` on; negative if a kernel runs."""
-        if self.latest_at is None or self.gpu_idle_since is None:
-            return -1.0
-        return self.latest_at - max(self.gpu_idle_since, since)
+        return self._lasts(self.gpu_idle_since, since)
 
     def spinning_for(self, since: float) -> float:
         """Return for how many seconds the GPU has been spinning, counted from ``since`` on; negative if it is not."""
-        if self.latest_at is None or self.spinning_since is None:
-            return -1.0
-        return self.latest_at - max(self.spinning_since, since)
+        return self._lasts(self.spinning_since, since)
+
+    def _lasts(self, began: float | None, since: float) -> float:
+        return -1.0 if self.latest_at is None or began is None else self.latest_at - max(began, since)
 
 
 def _extend_run(condition: bool, since: float | None, loads: int, began: float) -> tuple[float | None, int]:

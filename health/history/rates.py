@@ -44,27 +44,27 @@ class Rate(Struct, frozen=True):
     confidence: float = CONFIDENCE
 
 
-def rate_per(failures: int, exposure: float, unit: float = 1.0, confidence: float = CONFIDENCE) -> Rate:
+def rate_per(failures: int, exposure: float, unit: float = 1.0) -> Rate:
     """Return the failures per ``unit`` of exposure."""
     if exposure <= 0:
-        return Rate(failures, 0.0, None, None, None, confidence)
-    low, high = poisson_interval(failures, confidence)
+        return Rate(failures, 0.0, None, None, None)
+    low, high = poisson_interval(failures)
     scale = unit / exposure
-    return Rate(failures, exposure, failures * scale, low * scale, high * scale, confidence)
+    return Rate(failures, exposure, failures * scale, low * scale, high * scale)
 
 
-def mtbf(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
+def mtbf(failures: int, exposure: float) -> Rate:
     """Return the mean exposure between two failures; without a failure, only its lower bound is known."""
     if exposure <= 0:
-        return Rate(failures, 0.0, None, None, None, confidence)
-    low, high = poisson_interval(failures, confidence)
+        return Rate(failures, 0.0, None, None, None)
+    low, high = poisson_interval(failures)
     mean = exposure / failures if failures else None
-    return Rate(failures, exposure, mean, exposure / high, exposure / low if low else None, confidence)
+    return Rate(failures, exposure, mean, exposure / high, exposure / low if low else None)
 
 
-def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def poisson_interval(count: int) -> tuple[float, float]:
     """Return the exact confidence interval of the mean of a Poisson distribution, given one observed ``count``."""
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     return (gamma_quantile(tail, count) if count else 0.0), gamma_quantile(1 - tail, count + 1)
 
 

@@ -33,10 +33,10 @@ class DrainRequest(Struct, frozen=True):
     """Time of the newest request (s since 1970)."""
     users: tuple[str, ...]
     runs: tuple[str, ...]
-    by: str
+    requested_by: str
     """User who requested the drain; empty if a run decided it."""
     rejection: str
-    """Why the run could not drain the node itself."""
+    """Why the cluster did not let the run drain the node."""
     run: str
     """Run that made the newest request."""
     accused: bool
@@ -51,7 +51,7 @@ def confirmation(request: DrainRequest, findings: Iterable[Finding]) -> Finding 
     failed hardware confirms the request.
     """
     failed = [finding for finding in findings if finding.verdict is Verdict.FAIL and finding.cause in HARDWARE_CAUSES]
-    any_cause = bool(request.by) and not request.cause
+    any_cause = bool(request.requested_by) and not request.cause
     confirming = [finding for finding in failed if any_cause or finding.cause.value == request.cause]
     return max(confirming, key=lambda finding: finding.proof, default=None)
 

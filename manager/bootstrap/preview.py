@@ -54,9 +54,9 @@ class Demand(Struct, frozen=True):
     """Maximum number of Slurm jobs at the same time; 0 on the local cluster."""
 
 
-def demand(spec: RunSpec, foreground: bool = False) -> Demand:
-    """Return the resources that a run requests; ``foreground`` means that the manager is not a Slurm job."""
-    worst, here = worst_case(spec, foreground), traits_of(spec.cluster).roles_run_here
+def demand(spec: RunSpec) -> Demand:
+    """Return the resources that a run requests."""
+    worst, here = worst_case(spec), traits_of(spec.cluster).roles_run_here
     return Demand(
         nodes=spec.nodes,
         spares=spec.spares,

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import RoleKind, RunSpec
@@ -24,7 +25,7 @@ from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_cou
 from ..model.reducer import fold
 from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
-from ..storage.model_folders import ModelFolder, model_folders
+from ..storage.model_folders import ModelFolders, model_folders
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 
@@ -159,7 +160,35 @@ def _seconds_by_phase(times: IdleTimes, role: str) -> dict[str, float]:
     return {phase: round(spent / 1e9, 3) for phase, spent in sorted(ns.items())}
 
 
-class Summary(Struct, frozen=True):
+class RunFigures(ModelFolders, frozen=True, kw_only=True):
+    """What ``summary.json`` and ``rrl status --json`` both contain of a run."""
+
+    stream: StreamSummary = StreamSummary()
+    episodes: EpisodeCounts = EpisodeCounts()
+    turns: int = 0
+    """Turns of the finished episodes."""
+    branches: int = 0
+    """Number of samples of the finished episodes: one for each leaf of an episode's tree of turns."""
+    given_tokens: int = 0
+    """Tokens that were given, not sampled, in the turns of the finished episodes."""
+    untrained_turns: int = 0
+    """Turns that were sampled from another policy than the one that is trained, or whose answers were not used."""
+    token_drift: int = 0
+    """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
+
+
+def run_figures(state: State, folders: ModelFolders = ModelFolders()) -> dict[str, Any]:
+    """Return the fields of :class:`RunFigures`."""
+    episodes = asdict(state.episode_figures)
+    return {
+        **asdict(folders),
+        "stream": stream_summary(state.job, state.idle_times, state.stream_figures),
+        "episodes": episode_counts(state.episode_figures),
+        **{name: episodes[name] for name in RunFigures.__struct_fields__ if name in episodes},
+    }
+
+
+class Summary(RunFigures, frozen=True):
     """The content of ``summary.json``."""
 
     run: str
@@ -194,27 +223,9 @@ class Summary(Struct, frozen=True):
     unscored_share: float = 0.0
     """Share of the ``unscored_groups`` among all groups that were trained or dropped because they could not be
     scored."""
-    evaluations: list[Evaluation] = []
+    evaluations: list[Evaluation] = msgspec.field(default_factory=list)
     """The results of the evaluations, in the order of their steps."""
-    stream: StreamSummary = StreamSummary()
-    episodes: EpisodeCounts = EpisodeCounts()
-    turns: int = 0
-    """Turns of the finished episodes."""
-    branches: int = 0
-    """Number of samples of the finished episodes: one for each leaf of an episode's tree of turns."""
-    given_tokens: int = 0
-    """Tokens that were given, not sampled, in the turns of the finished episodes."""
-    untrained_turns: int = 0
-    """Turns that were sampled from another policy than the one that is trained, or whose answers were not used."""
-    token_drift: int = 0
-    """Trained tokens whose context is not what the engine had when it sampled them; must be 0."""
-    checkpoint: ModelFolder | None = None
-    """The newest committed checkpoint; None if there is none."""
-    export: ModelFolder | None = None
-    """The newest export by the run itself (``[roles.trainer] export``); None if there is none."""
-    export_failure: str = ""
-    """Why the run's newest export failed; empty if it did not fail."""
-    drain_requests: list[DrainRequest] = []
+    drain_requests: list[DrainRequest] = msgspec.field(default_factory=list)
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
 
@@ -239,11 +250,10 @@ def write_summary(run: RunDir) -> Summary:
     in the run directory.
     """
     summary = summarize(replay(run), str(run.path))
-    folders = model_folders(run, summary.steps)
-    summary = msgspec.structs.replace(summary, **msgspec.structs.asdict(folders))
+    summary = replace(summary, **asdict(model_folders(run, summary.steps)))
     if summary.episodes.dropped:
-        episodes = msgspec.structs.replace(summary.episodes, dropped_by_reason=_drop_reasons(run))
-        summary = msgspec.structs.replace(summary, episodes=episodes)
+        episodes = replace(summary.episodes, dropped_by_reason=_drop_reasons(run))
+        summary = replace(summary, episodes=episodes)
     document = _escaped(msgspec.to_builtins(summary))
     write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return summary
@@ -327,7 +337,6 @@ class _SummaryBuilder:
     def summary(self, state: State, run_dir: str) -> Summary:
         """Return the summary as of the newest event, which led to ``state``."""
         rewards = [reward for _, reward in sorted(self.rewards.items())]
-        episodes = state.episode_figures
         return Summary(
             run=state.run,
             run_dir=run_dir,
@@ -349,14 +358,8 @@ class _SummaryBuilder:
             unscored_groups=as_count(self.dropped.get("unscored_groups", 0.0)),
             unscored_share=round(self.dropped.get("unscored_share", 0.0), 4),
             evaluations=self.evaluations,
-            stream=stream_summary(state.job, state.idle_times, state.stream_figures),
-            episodes=episode_counts(episodes),
-            turns=episodes.turns,
-            branches=episodes.branches,
-            given_tokens=episodes.given_tokens,
-            untrained_turns=episodes.untrained_turns,
-            token_drift=episodes.token_drift,
             drain_requests=[_drain_request(node) for node in state.nodes.values() if node.drain_error],
+            **run_figures(state),
         )
 
 

@@ -21,7 +21,7 @@ class ModelFolder(Struct, frozen=True):
     """Absolute path."""
 
 
-class ModelFolders(Struct, frozen=True):
+class ModelFolders(Struct, frozen=True, kw_only=True):
     """The folders with the weights of a run."""
 
     checkpoint: ModelFolder | None = None
@@ -34,7 +34,9 @@ class ModelFolders(Struct, frozen=True):
 
 def model_folders(run: RunDir, committed: int) -> ModelFolders:
     """Return the folders of a run whose newest committed step is ``committed``; unreadable folders are left out."""
-    return ModelFolders(_newest_checkpoint(run, committed), _newest_export(run), _export_failure(run))
+    return ModelFolders(
+        checkpoint=_newest_checkpoint(run, committed), export=_newest_export(run), export_failure=_export_failure(run)
+    )
 
 
 def _newest_checkpoint(run: RunDir, committed: int) -> ModelFolder | None:

@@ -35,7 +35,6 @@ REPEATED_NAMES = {
     "fault_injection": "the manager's part and the agent's part of an injection",
     "faults": "kinds of faults, and their table in job.toml",
     "files": "log files as the launcher writes them, and as rrl logs reads them",
-    "framing": "on a pipe to a reader process, on a connection",
     "gpu": "the reader and the check of one subject",
     "host": "the reader and the check of one subject, and the host as rrl doctor sees it",
     "kernel_log": "the reader and the check of one subject",

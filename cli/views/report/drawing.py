@@ -101,16 +101,16 @@ def marks(report: RunReport, axis: Axis) -> dict[str, list[dict[str, Any]]]:
 
 
 def curve(
-    name: str, series: Sequence[tuple[str, Sequence[CurvePoint]]], axis: Axis, unit: str = "", unit_range: bool = False
+    name: str, series: Sequence[tuple[str, Sequence[CurvePoint]]], axis: Axis, unit: str = ""
 ) -> dict[str, Any] | None:
     """Return a drawing of one curve or several over the time of the run; None without any point.
 
-    The values begin at 0, or at the lowest value if that is below 0. With ``unit_range`` they end at 1.
+    The values begin at 0, or at the lowest value if that is below 0.
     """
     values = [point.value for _, points in series for point in points]
     if not values:
         return None
-    low, high = min(0.0, *values), 1.0 if unit_range else _rounded_up(max(values))
+    low, high = min(0.0, *values), _rounded_up(max(values))
     reach = (high - low) or 1.0
 
     def y(value: float) -> float:

@@ -208,9 +208,9 @@ class NodeInventory:
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
     # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members in one pass adds each member to
     # ``occupancy``, and removes the rollouts that are preempted.
-    def can_place(self, replica: Replica, occupancy: Occupancy | None = None) -> bool:
+    def can_place(self, replica: Replica) -> bool:
         """Return whether a node other than the replica's own could host the replica now."""
-        occupancy, failed_nodes = self._occupancy if occupancy is None else occupancy, self._nodes_that_failed(replica)
+        occupancy, failed_nodes = self._occupancy, self._nodes_that_failed(replica)
         return any(
             candidate.node != replica.node
             and candidate.node not in failed_nodes

@@ -219,7 +219,9 @@ def test_summary_names_the_export_of_the_run_and_one_that_failed() -> None:
 
 
 def test_status_names_the_folders_with_the_weights() -> None:
-    folders = ModelFolders(ModelFolder(12, "/runs/x/checkpoints/step-12.1.0"), None, "step 12: full")
+    folders = ModelFolders(
+        checkpoint=ModelFolder(12, "/runs/x/checkpoints/step-12.1.0"), export_failure="step 12: full"
+    )
     state = Story().works().recorded()
     lines = drawn(status_view(state, state.at, 80, folders=folders), 80).splitlines()
     assert "checkpoint  step 12: /runs/x/checkpoints/step-12.1.0" in lines

@@ -32,7 +32,7 @@ def test_export_of_a_step_is_found_once_it_is_complete(run: RunDir) -> None:
         (run.exports / name).mkdir(parents=True)
     run.export_failure.write_text("step 11: the disk is full\n")
     exported = ModelFolder(10, str(run.export_of(10)))
-    assert model_folders(run, 12) == ModelFolders(None, exported, "step 11: the disk is full")
+    assert model_folders(run, 12) == ModelFolders(export=exported, export_failure="step 11: the disk is full")
 
 
 def test_run_without_checkpoints_or_without_its_folder_has_none(run: RunDir) -> None:
