@@ -77,12 +77,6 @@ def test_steps_beyond_the_restored_commit_count_as_lost(tmp_path: Path) -> None:
     assert (restart.seconds(), restart.lost_steps) == (5.0, 1)
 
 
-def test_kill_without_a_later_commit_has_no_stages(tmp_path: Path) -> None:
-    restart = follow(_restart(), _events([]), _run(tmp_path, "commit of step 7"))
-    with pytest.raises(AssertionError, match="not recovered from"):
-        restart.stages()
-
-
 def test_ratios_pair_kills_at_equal_moments_and_count_ready_standbys() -> None:
     def restarts(*seconds: float) -> list[Restart]:
         return [Restart(Kill(0.0, 7, FIRST), end < 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, end) for end in seconds]
