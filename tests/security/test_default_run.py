@@ -97,6 +97,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
     return {int(port): ways for port, ways in json.loads(out).items()}
 
 
+@pytest.mark.long  # shows that the attack of the next test is one
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
     """The attack reaches UCX if the job trusts its network. So the next test does not pass for lack of an attack."""
     keys = owner.home / "victims_keys.json"
