@@ -36,7 +36,7 @@ UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
 @pytest.fixture(scope="module")
 def run(owner: PlainUser) -> Iterator[TestRun]:
     """Return a run of the owner without a table ``[transport]``, once all replicas work."""
-    toml = light_job("local", 100_000).replace('[transport]\nweights = "tcp"\n', "")
+    toml = light_job("local", 100_000, spares=0, warm=False).replace('[transport]\nweights = "tcp"\n', "")
     assert "[transport]" not in toml
 
     def call(*argv: str, **_: object) -> subprocess.Popen[str]:
