@@ -127,9 +127,7 @@ def test_ucx_of_another_user_reaches_no_port_of_a_run(run: TestRun, owner: Plain
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
-    run.wait(
-        lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current)
-    )  # standbys, too
+    run.wait(lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current))
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
