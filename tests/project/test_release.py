@@ -144,6 +144,7 @@ def test_an_installed_rrl_makes_and_checks_a_job_outside_of_the_clone(rrl: Rrl) 
 
 
 @pytest.mark.torch
+@pytest.mark.long  # the installed rrl of the test above checks a job; the same example trains in tests/integration
 def test_an_installed_rrl_trains_and_exports_a_model(rrl: Rrl, folder: Path) -> None:
     rrl("init", "--force")
     smallest = ("cluster.spares=0", "roles.trainer.warm=false", "roles.rollout.replicas=1")

@@ -36,7 +36,7 @@ UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
 @pytest.fixture(scope="module")
 def run(owner: PlainUser) -> Iterator[TestRun]:
     """Return a run of the owner without a table ``[transport]``, once all replicas work."""
-    toml = light_job("local", 100_000).replace('[transport]\nweights = "tcp"\n', "")
+    toml = light_job("local", 100_000, spares=0, warm=False).replace('[transport]\nweights = "tcp"\n', "")
     assert "[transport]" not in toml
 
     def call(*argv: str, **_: object) -> subprocess.Popen[str]:
@@ -97,6 +97,7 @@ def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]
     return {int(port): ways for port, ways in json.loads(out).items()}
 
 
+@pytest.mark.long  # shows that the attack of the next test is one
 def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
     """The attack reaches UCX if the job trusts its network. So the next test does not pass for lack of an attack."""
     keys = owner.home / "victims_keys.json"
@@ -126,9 +127,7 @@ def test_ucx_of_another_user_reaches_no_port_of_a_run(run: TestRun, owner: Plain
 def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
     run: TestRun, owner: PlainUser, attacker: PlainUser
 ) -> None:
-    run.wait(
-        lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current)
-    )  # standbys, too
+    run.wait(lambda state: all(r.status is Status.JOINED for r in state.replicas.values() if r.is_current))
     before, began = current_incarnations(run.wait(all_work)), run.state().step
     ports = sorted(listening_ports(owner))
     listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}

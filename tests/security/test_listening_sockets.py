@@ -27,12 +27,16 @@ _START_TIMEOUT_S = 300.0
 @pytest.fixture
 def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     """Yield a run of the owner, the quickstart with two trainer ranks and weights over TCP; cancel it at the end."""
-    toml = with_light_task(QUICKSTART.read_text()).replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
-    toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
-    # one rollout is enough, because others would listen on the same kinds of sockets
-    toml = toml.replace("replicas = 2", "replicas = 1").replace("spares = 1", "spares = 0")
-    toml = toml.replace("ranks = 2\n", "ranks = 2\nwarm = false\n")
-    toml = toml.replace("prompts_per_step = 16", "prompts_per_step = 4")
+    toml = with_light_task(QUICKSTART.read_text()).partition("[[faults.planned]]")[0]
+    for shipped, tested in (
+        ("steps = 300", "steps = 100000"),
+        ("replicas = 2", "replicas = 1"),  # others would listen on the same kinds of sockets
+        ("spares = 1", "spares = 0"),
+        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("warm_start_steps = 30", "ranks = 2\nwarm = false\nwarm_start_steps = 0"),
+    ):
+        assert toml.count(shipped) == 1, shipped
+        toml = toml.replace(shipped, tested)
     toml += '\n[transport]\nweights = "tcp"\n'
     folder = owner.home / "gang"
     owner.call(folder.mkdir, timeout_s=30)

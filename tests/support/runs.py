@@ -34,9 +34,10 @@ TIMEOUT_S = 120.0
 RRL = str(Path(sys.executable).parent / "rrl")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 LIGHT = Path(__file__).with_name("light_roles")
+SLOW_STEPS = 'env.RRL_TEST_STEP_SECONDS = "0.3"'
 WITHOUT_MODEL = tuple(
-    (f"[roles.{role}]", f'[roles.{role}]\ncommand = ["{sys.executable}", "{LIGHT}/{program}"]\nmem = "256MiB"')
-    for role, program in (("trainer", "light_trainer.py"), ("rollout", "light_turn_rollout.py"))
+    (f"[roles.{role}]", f'[roles.{role}]\ncommand = ["{sys.executable}", "{LIGHT}/{program}"]\nmem = "256MiB"\n{more}')
+    for role, program, more in (("trainer", "light_trainer.py", SLOW_STEPS), ("rollout", "light_turn_rollout.py", ""))
 )
 """Changes of ``examples/agents.toml`` after which trainer and rollouts do not load torch, which takes 4 s of CPU each.
 The answer to each turn is a random digit."""

@@ -86,7 +86,7 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     is trained without the store or the agents.
     """
     light = request.param == "light"
-    steps, episodes = (100, 4) if light else (40, 64)
+    steps, episodes = (40, 4) if light else (40, 64)
     changes: tuple[tuple[str, str], ...] = (*FEW, *WITHOUT_MODEL) if light else ()
     died = ("[roles.trainer]", 'on_death = "again"\n\n[roles.trainer]')
     run = submit(tmp_path_factory.mktemp("agents"), steps, WATCHED_AGENT, died, *changes)

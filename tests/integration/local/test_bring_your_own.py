@@ -39,9 +39,9 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
     shutil.copytree(EXAMPLES / "bring_your_own", tmp_path, dirs_exist_ok=True)
     toml = (tmp_path / "job.toml").read_text()
     changes = (
-        ("steps = 150", "steps = 60"),
-        ("step=30", "step=10"),
-        ("step=60", "step=25"),
+        ("steps = 150", "steps = 40"),
+        ("step=30", "step=8"),
+        ("step=60", "step=16"),
         ("spares = 1", "spares = 0"),
         ("learning_rate = 0.01", "learning_rate = 0.01\nwarm = false"),
     )
@@ -50,7 +50,7 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
         toml = toml.replace(old, new)
     run = submit_here(tmp_path, toml)
     state = run.wait_end()
-    assert (state.outcome, state.step) == ("completed", 60), state.why
+    assert (state.outcome, state.step) == ("completed", 40), state.why
     run.wait_gone()
     check_sound(run.run)
     recovered = _recovered(run)
@@ -59,7 +59,7 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
     first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
     assert last > first + 0.2, "the reward did not grow by 0.2"
     kept = sorted(folder.name.partition(".")[0] for folder in run.run.checkpoints.iterdir())
-    assert kept == ["step-59", "step-60"], "the user's trainer did not keep exactly its newest 2 checkpoints"
+    assert kept == ["step-39", "step-40"], "the user's trainer did not keep exactly its newest 2 checkpoints"
     assert state.token_ages.steps, "rrl status has no ages of tokens to show"
 
 

@@ -44,7 +44,7 @@ class Gpus:
         self.python.chmod(0o755)
 
     def job(self, steps: int, extra: str = "") -> str:
-        return light_job("local", steps, spares=2, extra=f'[env]\npython = "{self.python}"\n{extra}')
+        return light_job("local", steps, spares=2, warm=False, extra=f'[env]\npython = "{self.python}"\n{extra}')
 
 
 def _excluded(run: TestRun) -> Iterator[Exclude]:

@@ -34,7 +34,7 @@ from rrl.transport.keys import RunKeys
 ENDPOINT = ReplicaId("endpoint/0")
 TIMEOUT_S = 240.0
 AGENTS_AT_ONCE = 16
-STEPS, PROMPTS, GROUP = 8, 2, 8
+STEPS, PROMPTS, GROUP = 6, 2, 8
 
 
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:

@@ -124,11 +124,8 @@ def test_rollout_leaves_a_third_crashed_node_although_the_breaker_keeps_that_nod
     assert [recovery["rung"] for recovery in run.summary()["recoveries"]] == ["spare node"] * 3
 
 
-@pytest.mark.parametrize(
-    "end",
-    [signal.SIGKILL, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)],
-    ids=["killed", "warned of its walltime"],
-)
+@pytest.mark.long  # in test_manager_away.py, the next manager replaces a stopped rollout and no other role
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGUSR2], ids=["killed", "warned of its walltime"])
 def test_next_manager_adopts_the_running_steps(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000, spares=0, warm=False))
     before = joined_incarnations(run)
