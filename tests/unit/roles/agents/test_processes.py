@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from rrl.roles.worker.api import LOOPBACK, _bypass_proxies
 from rrl.tests.support.listening_manager import eventually, lab
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
-from rrl.tests.support.roles.worker_scene import Scene, play
+from rrl.tests.support.roles.worker_scene import Scene
 
 pytest.importorskip("openai")
 
@@ -100,7 +101,7 @@ def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> N
                     "PermissionDeniedError",
                 ]
 
-        play(story)
+        asyncio.run(story())
 
 
 def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(tmp_
                 await eventually(lambda: answered in notes.read_text(), "the answer")
                 assert f"{process.pid} corp.example,10.0.0.0/8,{LOOPBACK}\n" in notes.read_text()
 
-        play(story)
+        asyncio.run(story())
 
 
 @pytest.mark.parametrize(
