@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
@@ -25,7 +25,7 @@ from rrl.tests.support.listening_manager import TIMEOUT_S, Lab
 from rrl.tests.support.listening_manager import Manager as FirstManager
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Listener
-from rrl.transport.messages import FirstWorkDone, Hello, Peer, Peers, Stop, ToManager, Welcome
+from rrl.transport.messages import FirstWorkDone, Goodbye, Hello, Peer, Peers, Stop, ToManager, Welcome
 
 HEARTBEAT_S = 0.02
 STORE = crew.incarnation_of("trajectories/0")
@@ -69,6 +69,12 @@ class Manager(FirstManager):
 
     async def stop(self, incarnation: Incarnation) -> None:
         await self.send(incarnation, Stop(incarnation, 5.0, "the test is over"))
+
+    async def dismiss(self, role: Role, incarnation: Incarnation) -> None:
+        """Stop a role once it has said goodbye, and wait until it has ended."""
+        await self.wait_for(Goodbye)
+        await self.stop(incarnation)
+        await role.end()
 
 
 class Role:
@@ -140,15 +146,15 @@ class Scene:
             await running
             await listener.close()
 
+    @asynccontextmanager
+    async def manager_and(self, store: Store) -> AsyncIterator[Manager]:
+        """Serve ``store`` beside a manager that names it."""
+        async with self.serve(store) as endpoint, self.manager() as manager:
+            manager.store_is(endpoint)
+            yield manager
+
     def open_store(self) -> Store:
         return crew.open_store(self.at.run.store)
-
-
-def play(story: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await story()
-
-    asyncio.run(run())
 
 
 @contextlib.asynccontextmanager

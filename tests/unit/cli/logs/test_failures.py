@@ -22,6 +22,11 @@ from rrl.tests.support.cli.story import BEGAN, Story
 RUN = "small-7"
 
 
+@pytest.fixture
+def story() -> Story:
+    return Story(RUN).works()
+
+
 @pytest.fixture(autouse=True)
 def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TZ", "UTC")
@@ -43,9 +48,8 @@ def write(run: RunDir, name: str, *lines: tuple[float, str]) -> None:
 
 
 def test_each_failure_is_shown_with_its_finding_and_the_last_lines_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], story: Story
 ) -> None:
-    story = Story(RUN).works()
     at = story.at
     run = written(story.recovers("rollout/0"), tmp_path, monkeypatch)
     last = (40, "torch.OutOfMemoryError: CUDA out of memory")
@@ -103,9 +107,8 @@ def test_launchers_lines_are_shown_for_an_incarnation_without_any(
 
 
 def test_lines_before_the_finding_of_a_continuing_incarnation_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], story: Story
 ) -> None:
-    story = Story(RUN).works()
     finding = Finding(
         "stalled",
         Verdict.FAIL,
@@ -140,8 +143,7 @@ def found(story: Story) -> list[FailureReport]:
     return failures(story.stamped)
 
 
-def test_process_that_was_asked_to_end_has_not_failed() -> None:
-    story = Story(RUN).works()
+def test_process_that_was_asked_to_end_has_not_failed(story: Story) -> None:
     incarnation, step = story.incarnation("rollout/0"), "x"
     story.record(ev.Intended(StopStep(step, incarnation, 1.0, Why(("one too many",)))))
     story.record(ev.StepEnded(incarnation, step, None, 15, ExitReason.SIGNALED))
@@ -168,8 +170,7 @@ def test_lost_node_and_its_incarnations_have_failed() -> None:
     assert (failure.ended, failure.successor) == (True, None)
 
 
-def test_injected_failure_is_marked() -> None:
-    story = Story(RUN).works()
+def test_injected_failure_is_marked(story: Story) -> None:
     for id, replica, performed in (("f1", "rollout/0", True), ("f2", "rollout/1", False)):
         incarnation = story.incarnation(replica)
         fault = InjectFault(Fault(id, FaultKind.KILL, replica), "x", NodeName("n3"), Why(()), incarnation)
@@ -179,8 +180,7 @@ def test_injected_failure_is_marked() -> None:
     assert [report.failure.injected for report in found(story)] == [True, False]
 
 
-def test_failure_caused_by_a_planned_node_crash_is_injected_and_one_on_another_node_is_not() -> None:
-    story = Story(RUN).works()
+def test_failure_caused_by_a_planned_node_crash_is_injected_and_one_on_another_node_is_not(story: Story) -> None:
     crash = InjectFault(Fault("f1", FaultKind.CRASH, "rollout/0"), "x", NodeName("n3"), Why(()))
     story.record(ev.Intended(crash))
     story.record(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, target="rollout/0", node=NodeName("n3")))
@@ -196,8 +196,7 @@ def test_failure_caused_by_a_planned_node_crash_is_injected_and_one_on_another_n
     assert reported == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
 
-def test_incarnation_without_successor_has_none_shown() -> None:
-    story = Story(RUN).works()
+def test_incarnation_without_successor_has_none_shown(story: Story) -> None:
     story.loses("rollout/0")
     story.fences("rollout/0").wait(1).launches("rollout/0")
     [(failure, _)] = found(story)
@@ -211,9 +210,8 @@ def test_incarnation_without_successor_has_none_shown() -> None:
 
 
 def test_successor_that_joined_and_failed_before_any_work_has_not_worked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], story: Story
 ) -> None:
-    story = Story(RUN).works()
     story.loses("rollout/0")
     story.fences("rollout/0").launches("rollout/0").wait(2).joins("rollout/0", "loading_weights")
     story.loses("rollout/0")
@@ -225,16 +223,14 @@ def test_successor_that_joined_and_failed_before_any_work_has_not_worked(
     assert "was working" not in out
 
 
-def test_successor_in_a_role_that_need_not_work_has_recovered_by_joining() -> None:
-    story = Story(RUN).works()
+def test_successor_in_a_role_that_need_not_work_has_recovered_by_joining(story: Story) -> None:
     story.loses("trajectories/0")
     story.fences("trajectories/0").launches("trajectories/0").wait(2).joins("trajectories/0", "serve")
     [(failure, _)] = found(story)
     assert failure.recovered_at == story.now
 
 
-def test_agent_fenced_on_a_node_that_a_user_drains_has_not_failed() -> None:
-    story = Story(RUN).works()
+def test_agent_fenced_on_a_node_that_a_user_drains_has_not_failed(story: Story) -> None:
     story.record(ev.CommandReceived(DRAIN, "ada", "c1", "n2"))
     story.record(
         ev.Decided(
@@ -259,22 +255,19 @@ def _stacks(story: Story) -> ev.StacksCollected:
     )
 
 
-def test_stacks_of_a_failed_incarnation_are_printed_with_their_file() -> None:
-    story = Story(RUN).works()
+def test_stacks_of_a_failed_incarnation_are_printed_with_their_file(story: Story) -> None:
     story.record(_stacks(story)).wait(2)
     ((_, evidence),) = failures(story.recovers("rollout/0").stamped)
     assert evidence[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: all stacks: stacks/x.txt")
 
 
-def test_stacks_of_an_earlier_suspicion_are_not_shown_for_a_later_failure() -> None:
-    story = Story(RUN).works()
+def test_stacks_of_an_earlier_suspicion_are_not_shown_for_a_later_failure(story: Story) -> None:
     story.record(_stacks(story)).wait(600)
     ((_, evidence),) = failures(story.recovers("rollout/0").stamped)
     assert not [line for line in evidence if "stacks" in line]
 
 
-def test_stacks_named_by_the_finding_are_printed_once() -> None:
-    story = Story(RUN).works()
+def test_stacks_named_by_the_finding_are_printed_once(story: Story) -> None:
     printed = ("rollout/0#1: step (engine.py:95)", "all stacks: stacks/x.txt")
     shown = tuple(Evidence("stacks", text, 1.0) for text in printed)
     incarnation = story.incarnation("rollout/0")

@@ -18,6 +18,11 @@ from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.cli.text_snapshots import drawn
 
 
+@pytest.fixture
+def story() -> Story:
+    return Story().works()
+
+
 def row(story: Story, replica: str, after_s: float = 4.0) -> list[str]:
     """Return the words of a replica's row in the status, ``after_s`` seconds after the newest event."""
     shown = drawn(status_view(story.recorded(), story.now + after_s, 120), 120)
@@ -25,8 +30,7 @@ def row(story: Story, replica: str, after_s: float = 4.0) -> list[str]:
     return line.split()
 
 
-def test_dead_replica_is_dead_since_its_end_and_not_in_its_last_phase() -> None:
-    story = Story().works()
+def test_dead_replica_is_dead_since_its_end_and_not_in_its_last_phase(story: Story) -> None:
     story.loses("rollout/0")
     assert row(story, "rollout/0") == ["rollout/0", "#1", "n3", "dead", "4s", "v12", "about", "to", "be", "replaced"]
     assert row(story, "rollout/1")[3:5] == ["generate", "40s"]
@@ -35,8 +39,7 @@ def test_dead_replica_is_dead_since_its_end_and_not_in_its_last_phase() -> None:
 @pytest.mark.parametrize(
     ("cause", "word"), [(Cause.HANG, "hung"), (Cause.NODE, "lost"), (Cause.GPU, "failed"), (Cause.PROCESS, "dead")]
 )
-def test_failed_replica_is_called_by_the_cause(cause: Cause, word: str) -> None:
-    story = Story().works()
+def test_failed_replica_is_called_by_the_cause(cause: Cause, word: str, story: Story) -> None:
     finding = Finding(
         "x",
         Verdict.FAIL,
@@ -52,8 +55,7 @@ def test_failed_replica_is_called_by_the_cause(cause: Cause, word: str) -> None:
     assert row(story, "rollout/0")[3] == "generate"
 
 
-def test_replica_that_is_restarted_shows_its_whole_downtime() -> None:
-    story = Story().works()
+def test_replica_that_is_restarted_shows_its_whole_downtime(story: Story) -> None:
     story.loses("rollout/0")
     story.fences("rollout/0")
     assert row(story, "rollout/0")[3:] == ["dead", "4s", "v12", "restarts", "on", "n3"]
@@ -70,8 +72,7 @@ def test_second_failure_waits_for_its_pause() -> None:
     assert " ".join(row(story, "rollout/0", 0.0)[5:]) in ("v12 restarts in 2s on n3", "v12 restarts in 3s on n3")
 
 
-def test_retired_replica_shows_that_the_run_continues_and_when_it_is_tried_again() -> None:
-    story = Story().works()
+def test_retired_replica_shows_that_the_run_continues_and_when_it_is_tried_again(story: Story) -> None:
     story.loses("rollout/0")
     story.record(Decided(Fence(story.incarnation("rollout/0"), Rung.DEGRADED, Why(("it fails",)))))
     window = story.job.recovery.window
@@ -86,8 +87,7 @@ def test_replica_that_a_user_restarts_is_stopped_not_dead() -> None:
     assert row(story, "rollout/0")[3] == "stopped"
 
 
-def test_replica_on_a_lost_node_is_lost_until_it_moves() -> None:
-    story = Story().works()
+def test_replica_on_a_lost_node_is_lost_until_it_moves(story: Story) -> None:
     story.loses_node("n4")
     assert row(story, "rollout/1")[3:5] == ["lost", "4s"]
     assert "● recovering" in drawn(status_view(story.recorded(), story.now, 80), 80)
@@ -112,8 +112,7 @@ def test_view_of_512_lost_rollouts_fits_two_screens() -> None:
     assert any("498 more" in line and "rrl status --json" in line for line in lines)
 
 
-def test_compact_view_lists_only_unusual_replicas() -> None:
-    story = Story().works()
+def test_compact_view_lists_only_unusual_replicas(story: Story) -> None:
     story.loses("rollout/0")
     lines = drawn(status_view(story.recorded(), story.now, 80, max_listed=0), 80).splitlines()
     assert [line.split() for line in lines[9:14]] == [
@@ -126,8 +125,7 @@ def test_compact_view_lists_only_unusual_replicas() -> None:
 
 
 @pytest.mark.parametrize("detector", [one.__name__ for one in (*PROGRESS_DETECTORS, *NODE_DETECTORS)])
-def test_no_internal_word_is_shown_for_a_detector(detector: str) -> None:
-    story = Story().works()
+def test_no_internal_word_is_shown_for_a_detector(detector: str, story: Story) -> None:
     finding = Finding(
         detector,
         Verdict.WARN,
@@ -142,8 +140,7 @@ def test_no_internal_word_is_shown_for_a_detector(detector: str) -> None:
     assert "_" not in shown[shown.index("! WARN") :]
 
 
-def test_all_failure_reasons_are_shown_in_full() -> None:
-    story = Story().works()
+def test_all_failure_reasons_are_shown_in_full(story: Story) -> None:
     for replica in ("rollout/0", "rollout/1", "trainer/0"):
         story.loses(replica, f"exited with code 1: {'words and ' * 20}the end of {replica}")
         story.wait(1).fences(replica, f"exited with code 1: {'words and ' * 20}the end of {replica}")

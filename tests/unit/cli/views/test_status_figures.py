@@ -23,6 +23,11 @@ from rrl.tests.support.cli.text_snapshots import drawn
 GIB = 2**30
 
 
+@pytest.fixture
+def story() -> Story:
+    return Story().works()
+
+
 def fact(story: Story, label: str, width: int = 100, after_s: float = 0.0) -> list[str]:
     """Return the lines that ``rrl status`` shows beside ``label``; an empty list if it does not show this label."""
     lines = drawn(status_view(story.recorded(), story.now + after_s, width), width).splitlines()
@@ -87,8 +92,7 @@ def test_time_left_warns_if_the_walltime_ends_before() -> None:
         ((12, 9), "rollouts 0 to 3 steps behind the trainer"),
     ],
 )
-def test_lag_of_the_weights_is_shown(versions: tuple[int, int], expected: str) -> None:
-    story = Story().works()
+def test_lag_of_the_weights_is_shown(versions: tuple[int, int], expected: str, story: Story) -> None:
     for index, step in enumerate(versions):
         story.record(ev.VersionAvailable(story.incarnation(f"rollout/{index}"), Version(step, 1)))
     assert fact(story, "weights") == [expected]
@@ -107,8 +111,7 @@ def test_use_of_gpus_is_shown_by_node_while_it_is_new() -> None:
     assert fact(Story().works(), "gpus") == []
 
 
-def test_use_of_many_gpus_is_shown_with_its_extremes() -> None:
-    story = Story().works()
+def test_use_of_many_gpus_is_shown_with_its_extremes(story: Story) -> None:
     state = story.recorded()
     names = [NodeName(f"g{index}") for index in range(64)]
     nodes = {name: msgspec.structs.replace(state.nodes[NodeName("n1")], name=name) for name in names}
@@ -119,23 +122,20 @@ def test_use_of_many_gpus_is_shown_with_its_extremes() -> None:
     assert "gpus        512 on 64 nodes · 89 % busy (least: g17 3 %) · memory 50 % full (most: g4 99 %)" in shown
 
 
-def test_drain_refused_by_the_cluster_is_shown_as_left_to_an_administrator() -> None:
-    story = Story().works()
+def test_drain_refused_by_the_cluster_is_shown_as_left_to_an_administrator(story: Story) -> None:
     drain = Drain(NodeName("n4"), "rrl: gpu", Why(("Xid 79",)))
     story.record(ev.Decided(Exclude(NodeName("n4"), Why(("Xid 79",)))), ev.Intended(drain))
     story.record(ev.IntentSettled(drain.tag, False, "only operators may drain"))
     assert fact(story, "drain") == ["n4, which an administrator has to do: only operators may drain"]
 
 
-def test_excluded_nodes_with_the_same_trouble_are_named_together() -> None:
-    story = Story().works()
+def test_excluded_nodes_with_the_same_trouble_are_named_together(story: Story) -> None:
     for node in ("n3", "n4"):
         story.record(ev.Decided(Exclude(NodeName(node), Why(("Xid 79",)))))
     assert fact(story, "nodes") == ["n[1-2]  spare n5  n[3-4] excluded"]
 
 
-def test_equal_notes_share_a_row() -> None:
-    story = Story().works()
+def test_equal_notes_share_a_row(story: Story) -> None:
     for replica in ("rollout/0", "rollout/1"):
         story.record(ev.NoteChanged(story.incarnation(replica), "the judge is slow"))
     assert fact(story, "note") == ["rollout/0 and 1 more: the judge is slow"]
@@ -149,8 +149,9 @@ def test_equal_notes_share_a_row() -> None:
         (OutsideWait(OutsideKind.REWARD, 7, 7200.0), "waits for the reward of episode 7, finished 2h00m ago"),
     ],
 )
-def test_wait_for_somebody_outside_is_named_with_its_time_while_it_lasts(wait: OutsideWait, text: str) -> None:
-    story = Story().works()
+def test_wait_for_somebody_outside_is_named_with_its_time_while_it_lasts(
+    wait: OutsideWait, text: str, story: Story
+) -> None:
     store = story.incarnation("trajectories/0")
     story.record(ev.OutsideWaitChanged(store, wait))
     assert fact(story, "outside", after_s=3.0) == [f"the run {text}"]
@@ -158,8 +159,7 @@ def test_wait_for_somebody_outside_is_named_with_its_time_while_it_lasts(wait: O
     assert fact(story, "outside") == []
 
 
-def test_number_of_the_manager_is_shown_if_it_is_not_the_first() -> None:
-    story = Story().works()
+def test_number_of_the_manager_is_shown_if_it_is_not_the_first(story: Story) -> None:
     assert fact(story, "manager", after_s=3.0) == ["on login1 for 46s, last record 3s ago"]
     story.wait(10).epoch = 3
     story.record(ev.ManagerStarted("login2", 1))

@@ -37,6 +37,11 @@ from rrl.tests.support.cli.story import BEGAN, NODES, Story, completed, job_view
 from rrl.tests.support.cli.text_snapshots import drawn, matches_stored
 
 
+@pytest.fixture
+def story() -> Story:
+    return Story().works()
+
+
 @pytest.mark.parametrize("scene", SCENES)
 def test_status_of_a_run_equals_the_snapshot(scene: str) -> None:
     story = SCENES[scene]()
@@ -72,8 +77,7 @@ def test_a_node_to_be_drained_is_named_with_the_reason() -> None:
     assert "drain       n4, requested by ada: new fan" in drawn(status_view(story.recorded(), story.now, 80), 80)
 
 
-def test_full_restart_is_shown_in_one_line() -> None:
-    story = Story().works()
+def test_full_restart_is_shown_in_one_line(story: Story) -> None:
     story.loses("rollout/0")
     why = Why(("killed by signal 9",), Rung.FULL_RESTART)
     fences = tuple(
@@ -86,8 +90,7 @@ def test_full_restart_is_shown_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_newest_failure_and_finding_are_shown_in_full(width: int) -> None:
-    story = Story().works()
+def test_newest_failure_and_finding_are_shown_in_full(width: int, story: Story) -> None:
     cause = "exited with code 1: " + "a" * 40 + " TypeError: Expected state_dict to be dict-like"
     story.loses("rollout/0", cause)
     story.wait(1).fences("rollout/0", cause).loses("rollout/1", cause)
@@ -107,8 +110,7 @@ def test_the_reason_for_the_end_is_shown_in_full_while_and_after_the_run_ends() 
         assert shown in " ".join(drawn(status_view(story.recorded(), story.now, 80), 80).split())
 
 
-def test_note_about_the_manager_replaces_its_line() -> None:
-    story = Story().works()
+def test_note_about_the_manager_replaces_its_line(story: Story) -> None:
     text = drawn(status_view(story.recorded(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager     silent for 40 s" in text
     assert "            job 7 waits" in text
@@ -246,16 +248,14 @@ def test_summary_with_missing_values_is_shown_with_dashes() -> None:
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.5, False), (0.62, True)])
-def test_status_warns_if_most_groups_are_dropped_for_their_age(share: float, shown: bool) -> None:
-    story = Story().works()
+def test_status_warns_if_most_groups_are_dropped_for_their_age(share: float, shown: bool, story: Story) -> None:
     metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, metrics))
     picture = drawn(status_view(story.recorded(), story.now, 80), 80)
     assert ("stale       62% of all groups are dropped: older than [sampling] staleness" in picture) is shown
 
 
-def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for() -> None:
-    story = Story().works()
+def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for(story: Story) -> None:
     assert "age p50" not in drawn(status_view(story.recorded(), story.now, 100), 100)
     ages = {"reward": 0.5, "token_age_p50": 1.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
     story.record(StepCommitted(story.incarnation("trainer/0"), 30, ages))
@@ -270,8 +270,7 @@ def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_wait
     assert "token_age" not in picture, "the age of tokens is also among the other metrics"
 
 
-def test_status_names_the_weight_transport_and_its_failure() -> None:
-    story = Story().works()
+def test_status_names_the_weight_transport_and_its_failure(story: Story) -> None:
 
     def serves(replica: str, at: str) -> str:
         joined = Joined(story.incarnation(replica), NodeName(NODES[replica]), NODES[replica], 124, weight_address=at)
@@ -354,8 +353,7 @@ def test_list_of_runs_equals_the_snapshot() -> None:
     matches_stored("runs", drawn(runs_view(states, BEGAN + 60), 80))
 
 
-def test_failures_whose_successors_never_joined_have_names_of_their_own(tmp_path: Path) -> None:
-    story = Story().works()
+def test_failures_whose_successors_never_joined_have_names_of_their_own(tmp_path: Path, story: Story) -> None:
     for _ in range(2):
         story.loses("rollout/0")
         story.fences("rollout/0", "ImportError").launches("rollout/0", "n4")

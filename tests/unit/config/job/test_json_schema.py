@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,41 +102,35 @@ def test_every_key_is_described_and_its_default_is_one_that_a_job_may_have(schem
     assert schema["definitions"]["RolloutRole"]["properties"]["mem"]["default"] == "1GiB"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "500ms",
-        "90s",
-        "1.5min",
-        " 2h ",
-        "1d",
-        "30:00",
-        "1-12:00",
-        "1-12:00:30",
-        "5",
-        "s",
-        "-5s",
-        "5 weeks",
-        "1:2",
-        "1:00:0",
-    ],
+DURATIONS = (
+    "500ms",
+    "90s",
+    "1.5min",
+    " 2h ",
+    "1d",
+    "30:00",
+    "1-12:00",
+    "1-12:00:30",
+    "5",
+    "s",
+    "-5s",
+    "5 weeks",
+    "1:2",
+    "1:00:0",
 )
-def test_pattern_of_durations_agrees_with_the_reader(text: str) -> None:
-    try:
-        seconds(text)
-        valid = True
-    except ValueError:
-        valid = False
-    assert bool(re.search(DURATION_PATTERN, text)) == valid
+SIZES = ("16GiB", "1.5MiB", "1KB", " 7B ", "7 B", "5", "GiB", "5G", "-1GiB", "5 gib", "5TB", "5iB")
 
 
 @pytest.mark.parametrize(
-    "text", ["16GiB", "1.5MiB", "1KB", " 7B ", "7 B", "5", "GiB", "5G", "-1GiB", "5 gib", "5TB", "5iB"]
+    ("pattern", "read", "text"),
+    [*((DURATION_PATTERN, seconds, one) for one in DURATIONS), *((SIZE_PATTERN, size, one) for one in SIZES)],
 )
-def test_pattern_of_sizes_agrees_with_the_reader(text: str) -> None:
+def test_pattern_of_durations_and_sizes_agrees_with_the_reader(
+    pattern: str, read: Callable[[str], object], text: str
+) -> None:
     try:
-        size(text)
+        read(text)
         valid = True
     except ValueError:
         valid = False
-    assert bool(re.search(SIZE_PATTERN, text)) == valid
+    assert bool(re.search(pattern, text)) == valid

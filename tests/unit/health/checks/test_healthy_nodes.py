@@ -29,6 +29,11 @@ DOWN = tuple(NvLink(link=i, active=False) for i in range(4))
 PCIE: dict[str, Any] = {"name": "NVIDIA H100 PCIe", "fabric_state": "not_supported", "fabric_status": None}
 
 
+@pytest.fixture
+def node() -> ObservedNode:
+    return ObservedNode()
+
+
 def ill(node: ObservedNode) -> list[Finding]:
     return [one for one in node.found if one.verdict in (Verdict.FAIL, Verdict.WARN)]
 
@@ -87,15 +92,13 @@ def test_gpu_indices_of_slurm_are_not_used_on_a_node_with_a_mig_gpu() -> None:
     assert ill(node) == []
 
 
-def test_mps_server_process_does_not_count_as_a_foreign_process() -> None:
-    node = ObservedNode()
+def test_mps_server_process_does_not_count_as_a_foreign_process(node: ObservedNode) -> None:
     node.node_state.set_expected_free([ALL_GPUS])
     node.gpus(gpu(0, processes=(GpuProcess(7, 0, 30 * 2**20, "nvidia-cuda-mps"),)), times=15)
     assert node.verdict("gpu_processes") is Verdict.OK
 
 
-def test_memory_of_a_slowly_ending_job_may_be_freed_within_ten_samples() -> None:
-    node = ObservedNode()
+def test_memory_of_a_slowly_ending_job_may_be_freed_within_ten_samples(node: ObservedNode) -> None:
     node.node_state.set_expected_free([ALL_GPUS])
     used = gpu(0, memory_used=2**34, processes=(GpuProcess(7, 1001, 2**34),))
     assert node.gpus(used, times=9).verdict("gpu_memory") is Verdict.WARN
@@ -173,22 +176,19 @@ def test_xid_resolved_before_the_driver_hung_only_warns() -> None:
 
 
 # ── ports, logs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_counters_of_an_unused_port_are_no_failure() -> None:
-    node = ObservedNode()
+def test_counters_of_an_unused_port_are_no_failure(node: ObservedNode) -> None:
     for downed in (1, 5):
         node.reads(FabricData(ports=(port(), port("mlx5_9", state="DOWN", counters={"link_downed": downed}))))
     assert ill(node) == []
 
 
-def test_receiver_not_ready_errors_are_no_failure_of_the_fabric() -> None:
-    node = ObservedNode()
+def test_receiver_not_ready_errors_are_no_failure_of_the_fabric(node: ObservedNode) -> None:
     for naks in (1, 5000):
         node.reads(FabricData(ports=(port(counters={"rnr_nak_retry_err": naks}),)))
     assert node.verdict("fabric_errors") is Verdict.OK
 
 
-def test_network_links_that_flap_during_boot_pass() -> None:
-    node = ObservedNode()  # the kernel log begins with the boot of this node, 1000 s ago
+def test_network_links_that_flap_during_boot_pass(node: ObservedNode) -> None:
     lost = [KernelEvent(kind="nic", text="ib0: Lost carrier", device="ib0", age=age) for age in (980.0, 970.0, 960.0)]
     assert node.log(*lost).verdict("kernel_nic") is Verdict.OK
 
@@ -200,8 +200,9 @@ def test_full_read_only_image_passes_the_disk_check(filesystem: str) -> None:
 
 
 @pytest.mark.parametrize(("uid", "verdict"), [(0, Verdict.WARN), (1002, Verdict.WARN), (1001, Verdict.FAIL)])
-def test_foreign_process_in_state_d_does_not_count_as_a_survivor_of_our_kill(uid: int, verdict: Verdict) -> None:
-    node = ObservedNode()
+def test_foreign_process_in_state_d_does_not_count_as_a_survivor_of_our_kill(
+    uid: int, verdict: Verdict, node: ObservedNode
+) -> None:
     node.node_state.own_uid = 1001
     node.node_state.on_our_kill(node.now - 70)
     for seconds in (500, 501, 502):
@@ -209,8 +210,7 @@ def test_foreign_process_in_state_d_does_not_count_as_a_survivor_of_our_kill(uid
     assert node.verdict("stuck") is verdict
 
 
-def test_node_on_which_no_reader_answers_is_unknown_and_no_driver_failure() -> None:
-    node = ObservedNode()
+def test_node_on_which_no_reader_answers_is_unknown_and_no_driver_failure(node: ObservedNode) -> None:
     for name in ("nvml", "dcgm", "kernel", "fabric", "host"):
         node.cannot(name)
     assert node.verdict("readers") is Verdict.UNKNOWN

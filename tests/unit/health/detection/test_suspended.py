@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Verdict
 from rrl.health.detection.records import FLAP_COUNT
@@ -157,13 +161,8 @@ def flap(trace: Trace, times: int, state: str = "unknown", every: float = 4.0, a
             trace.play(every / 2)
 
 
-def test_most_nodes_lost_at_once_are_not_flapping() -> None:
+@pytest.mark.parametrize("how", [{"alone": False}, {"state": "draining"}], ids=["most nodes", "an administrator"])
+def test_most_nodes_at_once_or_a_node_drained_by_an_administrator_are_not_flapping(how: dict[str, Any]) -> None:
     trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER)
-    flap(trace, 3 * FLAP_COUNT, alone=False)
-    assert trace.found() == set()
-
-
-def test_node_drained_and_resumed_by_an_administrator_is_not_flapping() -> None:
-    trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER)
-    flap(trace, 3 * FLAP_COUNT, state="draining")
+    flap(trace, 3 * FLAP_COUNT, **how)
     assert trace.found() == set()

@@ -32,6 +32,11 @@ from rrl.transport import messages as msg
 R0 = ROLLOUTS[0]
 
 
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
 class FaultyCluster:
     """A cluster that answers every fault with the same text or error."""
 
@@ -107,8 +112,7 @@ class Bench:
 
 
 @pytest.mark.parametrize(("kind", "peer"), [(FaultKind.KILL, b"agent"), (FaultKind.EXCEPTION, b"worker")])
-def test_signal_faults_go_to_the_agent_and_others_to_the_role(tmp_path: Path, kind: FaultKind, peer: bytes) -> None:
-    bench = Bench(tmp_path)
+def test_signal_faults_go_to_the_agent_and_others_to_the_role(kind: FaultKind, peer: bytes, bench: Bench) -> None:
     action = bench.intend(kind, incarnation=bench.incarnation)
 
     async def answers() -> None:
@@ -120,15 +124,13 @@ def test_signal_faults_go_to_the_agent_and_others_to_the_role(tmp_path: Path, ki
     assert (result.ok, result.detail) == (True, "SIGKILL to process group 7")
 
 
-def test_unanswered_agent_leaves_the_fault_unknown(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_unanswered_agent_leaves_the_fault_unknown(bench: Bench) -> None:
     (result,) = bench.inject(bench.intend(FaultKind.KILL, incarnation=bench.incarnation))
     assert (result.ok, result.unknown, result.incarnation) == (False, True, bench.incarnation)
     assert result.detail == "no confirmation within 20 s that the fault was injected"
 
 
-def test_role_replaced_before_its_call_leaves_the_fault_unknown(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_role_replaced_before_its_call_leaves_the_fault_unknown(bench: Bench) -> None:
 
     async def replaced() -> None:
         await asyncio.sleep(10 * fault_injection.ANSWER_TIMEOUT_S)  # the role may call the worker API at any later time
@@ -140,8 +142,7 @@ def test_role_replaced_before_its_call_leaves_the_fault_unknown(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("code", [3, 1])
-def test_exit_with_a_lost_answer_is_confirmed_by_its_code(tmp_path: Path, code: int) -> None:
-    bench = Bench(tmp_path)
+def test_exit_with_a_lost_answer_is_confirmed_by_its_code(code: int, bench: Bench) -> None:
     action = bench.intend(FaultKind.EXIT, incarnation=bench.incarnation)
     action = msgspec.structs.replace(action, fault=msgspec.structs.replace(action.fault, amount=3.0))
 
@@ -155,8 +156,7 @@ def test_exit_with_a_lost_answer_is_confirmed_by_its_code(tmp_path: Path, code: 
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.EXCEPTION])
-def test_unreachable_target_is_refused(tmp_path: Path, kind: FaultKind) -> None:
-    bench = Bench(tmp_path)
+def test_unreachable_target_is_refused(kind: FaultKind, bench: Bench) -> None:
     bench.injector = FaultInjector(bench.context(PeerConnections()), bench.injector._cluster)
     (result,) = bench.inject(bench.intend(kind, incarnation=bench.incarnation))
     assert (result.ok, result.unknown, bench.sent) == (False, False, [])
@@ -178,8 +178,7 @@ def test_cluster_fault_that_fails_is_recorded(tmp_path: Path, answer: Exception)
     assert str(answer) in result.detail
 
 
-def test_manager_fault_is_recorded_by_the_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path)
+def test_manager_fault_is_recorded_by_the_successor(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
     action = bench.intend(FaultKind.KILL, "manager")
@@ -189,16 +188,14 @@ def test_manager_fault_is_recorded_by_the_successor(tmp_path: Path, monkeypatch:
     assert (result.ok, result.unknown, result.target, result.incarnation) == (True, False, "manager", None)
 
 
-def test_fault_interrupted_by_the_managers_death_is_recorded_as_unknown(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_fault_interrupted_by_the_managers_death_is_recorded_as_unknown(bench: Bench) -> None:
     result = interrupted_event(bench.intend(FaultKind.KILL, incarnation=bench.incarnation), 2)
     assert (result.ok, result.unknown, result.incarnation, result.node) == (False, True, bench.incarnation, bench.node)
     bench.record(result)
     assert bench.world.state.intents == {}
 
 
-def test_full_disk_is_freed_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path)
+def test_full_disk_is_freed_after_its_time(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
 
     def filled(run: RunDir) -> str:
         run.disk_filler.write_bytes(b"1")
@@ -213,8 +210,7 @@ def test_full_disk_is_freed_after_its_time(tmp_path: Path, monkeypatch: pytest.M
     assert (began.detail, end.detail, end.ended) == ("filled", "the disk space is free again", True)
 
 
-async def test_full_disk_is_freed_when_the_manager_exits_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path)
+async def test_full_disk_is_freed_when_the_manager_exits_early(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.setattr(fault_injection, "fill_disk", lambda run: str(run.disk_filler.write_bytes(b"1")))
 
     task = asyncio.create_task(bench.injector.inject(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))

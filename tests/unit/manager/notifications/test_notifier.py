@@ -38,6 +38,11 @@ QUICK_S = 0.02
 """Interval between two looks at the state (s)."""
 
 
+@pytest.fixture
+def story() -> Story:
+    return ended()
+
+
 def ended(outcome: Outcome = Outcome.FAILED, kinds: tuple[NotificationKind, ...] = KINDS) -> Story:
     story = Story(job=msgspec.structs.replace(job_view(), notify=kinds))
     return story.works().ends(outcome, "its nodes are gone")
@@ -97,8 +102,7 @@ def managed(run: RunDir, story: Story, now: float | None = None) -> Iterator[Man
 
 
 # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_command_gets_the_message_as_json_in_the_folder_of_the_job(tmp_path: Path) -> None:
-    story = ended()
+def test_command_gets_the_message_as_json_in_the_folder_of_the_job(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path))
     with managed(run, story):
         eventually(lambda: received(tmp_path))
@@ -123,8 +127,7 @@ def test_only_the_kinds_that_the_job_names_are_sent(tmp_path: Path) -> None:
     assert received(tmp_path) == []
 
 
-def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
-    story = ended()
+def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path, story: Story) -> None:
     with managed(recorded(story, tmp_path, to_file(tmp_path)), story) as manager:
         eventually(lambda: received(tmp_path))
         manager.durable = 0
@@ -141,8 +144,7 @@ def ended_again(story: Story) -> State:
     return story.recorded()
 
 
-def test_at_most_one_of_a_kind_is_sent_in_an_hour(tmp_path: Path) -> None:
-    story = ended()
+def test_at_most_one_of_a_kind_is_sent_in_an_hour(tmp_path: Path, story: Story) -> None:
     with managed(recorded(story, tmp_path, to_file(tmp_path)), story) as manager:
         eventually(lambda: received(tmp_path))
         story.wait(LIMIT_S / 2)
@@ -178,8 +180,7 @@ def test_different_kinds_do_not_wait_for_each_other(tmp_path: Path) -> None:
     assert [one["kind"] for one in received(tmp_path)] == ["completed", "failed"]
 
 
-def test_end_of_the_run_is_sent_before_the_manager_exits(tmp_path: Path) -> None:
-    story = ended()
+def test_end_of_the_run_is_sent_before_the_manager_exits(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path))
     manager = Notifier(run, story.recorded, lambda: story.recorded().seq, lambda: story.now, check_interval_s=3600.0)
     manager.close()
@@ -202,9 +203,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
 )
 def test_failed_notification_is_logged_in_one_line_and_not_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, reason: str, story: Story
 ) -> None:
-    story = ended()
     with managed(recorded(story, tmp_path, target), story) as manager:
         eventually(lambda: warnings(caplog))
         manager.looks_again()
@@ -232,9 +232,8 @@ def test_hung_command_is_killed_and_logged_in_one_line(
 
 
 def test_unwritable_folder_of_claims_is_logged_in_one_line_and_nothing_is_sent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, story: Story
 ) -> None:
-    story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     run.notifications.write_text("a file where the folder of claims should be")
     with managed(run, story) as manager:
@@ -316,9 +315,8 @@ def test_webhook_gets_the_message_as_json(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("code", [302, 404, 500])
 def test_webhook_that_refuses_is_logged_in_one_line_without_its_address(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, story: Story
 ) -> None:
-    story = ended()
     with serving(_answers(code, Location="/elsewhere")) as server:
         with managed(recorded(story, tmp_path, f'webhook = "{server.url}"'), story) as manager:
             eventually(lambda: warnings(caplog))
@@ -373,8 +371,7 @@ def mortal_manager(run: RunDir, story: Story, root: Path, moment: str) -> subpro
     return subprocess.Popen([sys.executable, "-c", _MORTAL_MANAGER, str(run.path), str(state), moment])
 
 
-def test_notification_claimed_by_a_manager_that_died_is_not_sent_later(tmp_path: Path) -> None:
-    story = ended()
+def test_notification_claimed_by_a_manager_that_died_is_not_sent_later(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path))
     assert mortal_manager(run, story, tmp_path, "between claim and sending").wait(60) == -signal.SIGKILL
     assert [path.name for path in run.notifications.iterdir()] == ["failed-1.json"]
@@ -388,8 +385,7 @@ def test_notification_claimed_by_a_manager_that_died_is_not_sent_later(tmp_path:
     assert [one["details"] for one in received(tmp_path)] == [["again"]], "not exactly the next occurrence was sent"
 
 
-def test_condition_that_a_dead_manager_did_not_claim_is_sent_once_by_the_next_one(tmp_path: Path) -> None:
-    story = ended()
+def test_condition_that_a_dead_manager_did_not_claim_is_sent_once_by_the_next_one(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path))
     assert mortal_manager(run, story, tmp_path, "before the claim").wait(60) == -signal.SIGKILL
     assert received(tmp_path) == []
@@ -400,8 +396,7 @@ def test_condition_that_a_dead_manager_did_not_claim_is_sent_once_by_the_next_on
     assert [one["kind"] for one in received(tmp_path)] == ["failed"]
 
 
-def test_manager_that_dies_while_a_notification_is_sent_does_not_send_it_twice(tmp_path: Path) -> None:
-    story = ended()
+def test_manager_that_dies_while_a_notification_is_sent_does_not_send_it_twice(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path, "touch begun; while [ ! -e go ]; do sleep 0.05; done"))
     manager = mortal_manager(run, story, tmp_path, "never")
     eventually(lambda: (tmp_path / "begun").exists())
@@ -414,8 +409,7 @@ def test_manager_that_dies_while_a_notification_is_sent_does_not_send_it_twice(t
     assert len(received(tmp_path)) == 1
 
 
-def test_claim_whose_writer_died_counts_for_an_hour(tmp_path: Path) -> None:
-    story = ended()
+def test_claim_whose_writer_died_counts_for_an_hour(tmp_path: Path, story: Story) -> None:
     run = recorded(story, tmp_path, to_file(tmp_path))
     run.notifications.mkdir()
     torn = run.notifications / "failed-1.json"
@@ -426,9 +420,8 @@ def test_claim_whose_writer_died_counts_for_an_hour(tmp_path: Path) -> None:
         assert received(tmp_path) == []
 
 
-def test_two_managers_at_once_send_one_notification(tmp_path: Path) -> None:
+def test_two_managers_at_once_send_one_notification(tmp_path: Path, story: Story) -> None:
     """The first manager is frozen after it has read the claims. The second one writes its claim during that time."""
-    story = ended()
     run = recorded(story, tmp_path, to_file(tmp_path))
     frozen = Notifier(run, lambda: None, lambda: 0, lambda: story.now, QUICK_S)
     frozen._claims.load()

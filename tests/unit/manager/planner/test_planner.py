@@ -35,6 +35,11 @@ DAY = 86400.0
 N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
 
 
+@pytest.fixture
+def world() -> World:
+    return World(job()).steady()
+
+
 def launches(world: World) -> list[str]:
     return [str(action.incarnation) for action in world.decided(Launch)]
 
@@ -44,8 +49,7 @@ def stopped_at(world: World) -> list[float]:
 
 
 # ── the start ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_new_run_has_one_request_one_agent_per_node_and_one_launch_per_replica() -> None:
-    world = World(job()).steady()
+def test_new_run_has_one_request_one_agent_per_node_and_one_launch_per_replica(world: World) -> None:
     assert requests(world) == [POOL]
     assert world.requests[POOL].count == 5
     assert sorted(launches(world)) == sorted([f"{r}#1" for r in ALL] + [f"agent/n{i}#1" for i in range(1, 6)])
@@ -114,8 +118,7 @@ def test_run_whose_pool_was_dequeued_once_runs_in_the_next_one() -> None:
 
 # ── failure of one replica ───────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("replica", ALL)
-def test_a_killed_process_is_restarted_in_place_and_nothing_else_changes(replica: ReplicaId) -> None:
-    world = World(job()).steady()
+def test_a_killed_process_is_restarted_in_place_and_nothing_else_changes(replica: ReplicaId, world: World) -> None:
     home = world.node_of(replica)
     world.kill(replica)
     world.steady()
@@ -126,8 +129,7 @@ def test_a_killed_process_is_restarted_in_place_and_nothing_else_changes(replica
 
 
 @pytest.mark.parametrize("replica", ALL)
-def test_a_hung_process_is_fenced_stopped_and_restarted(replica: ReplicaId) -> None:
-    world = World(job()).steady()
+def test_a_hung_process_is_fenced_stopped_and_restarted(replica: ReplicaId, world: World) -> None:
     step = world.state.replica(replica).step
     world.freeze(replica)
     world.steady()
@@ -360,8 +362,7 @@ def test_refused_stop_is_repeated_while_the_run_ends() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_late_report_of_a_fenced_step_does_not_restore_it() -> None:
-    world = World(job()).steady()
+def test_late_report_of_a_fenced_step_does_not_restore_it(world: World) -> None:
     old = world.state.replica(R0)
     world.freeze(R0)
     assert old.step is not None
@@ -387,8 +388,7 @@ def test_orphan_step_occupies_its_node_until_it_has_ended() -> None:
 
 
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare() -> None:
-    world = World(job()).steady()
+def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare(world: World) -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
     assert world.node_of(R0) == N5
@@ -399,8 +399,7 @@ def test_lost_node_is_excluded_and_its_replica_moves_to_the_spare() -> None:
     assert world.decided(StopStep) == []  # the planner does not wait for a node that does not answer
 
 
-def test_replicas_of_a_lost_node_are_not_restarted_on_it() -> None:
-    world = World(job()).steady()
+def test_replicas_of_a_lost_node_are_not_restarted_on_it(world: World) -> None:
     world.record(found(world.state.replica(R0).incarnation, "worker_silence", world.now))
     world.happen(lost(N3, world.now))
     world.steady()
@@ -430,8 +429,7 @@ def test_free_node_goes_to_a_replica_due_now_before_one_in_backoff() -> None:
     assert world.steady().node_of(R0) == N6
 
 
-def test_replicas_that_shared_a_lost_node_move_together() -> None:
-    world = World(job()).steady()
+def test_replicas_that_shared_a_lost_node_move_together(world: World) -> None:
     world.lose_node(N1)
     world.play(lambda: world.incarnations()[STORE] == 2).steady()
     assert (world.node_of(STORE), world.node_of(REWARD)) == (N5, N5)
@@ -650,8 +648,7 @@ def test_breaker_permits_the_exclusion_of_a_fifth_of_the_nodes() -> None:
     assert [action.node for action in world.decided(Exclude)] == [N3, N4]
 
 
-def test_draining_node_keeps_its_replicas_and_gets_no_new_ones() -> None:
-    world = World(job()).steady()
+def test_draining_node_keeps_its_replicas_and_gets_no_new_ones(world: World) -> None:
     for node in (N5, N4):
         world.record(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN")))
     world.play(timeout_s=100.0)
@@ -662,8 +659,7 @@ def test_draining_node_keeps_its_replicas_and_gets_no_new_ones() -> None:
     assert all(action.node not in (N4, N5) for action in world.decided(Launch)[10:])
 
 
-def test_pool_that_the_cluster_ends_is_replaced_and_the_run_continues() -> None:
-    world = World(job()).steady()
+def test_pool_that_the_cluster_ends_is_replaced_and_the_run_continues(world: World) -> None:
     world.commit(1)
     world.drop(POOL)
     world.steady()
@@ -673,8 +669,7 @@ def test_pool_that_the_cluster_ends_is_replaced_and_the_run_continues() -> None:
     assert set(rungs(world)) == {Rung.REPLACEMENT}
 
 
-def test_failed_agent_is_restarted_without_effect_on_replicas() -> None:
-    world = World(job()).steady()
+def test_failed_agent_is_restarted_without_effect_on_replicas(world: World) -> None:
     world.kill(ReplicaId("agent/n3"))
     world.play(timeout_s=30.0)
     agent = world.state.replica(ReplicaId("agent/n3"))
@@ -738,8 +733,7 @@ def end_of(world: World) -> None:
     assert order == ["role"] * 5 + ["agent"] * 5 + ["allocation"]
 
 
-def test_cancelled_run_is_over_once_everything_is_released_in_order() -> None:
-    world = World(job()).steady()
+def test_cancelled_run_is_over_once_everything_is_released_in_order(world: World) -> None:
     world.cancel()
     assert not world.over
     end_of(world)
@@ -784,8 +778,7 @@ def test_run_with_evaluations_is_complete_once_its_last_step_is_evaluated() -> N
     assert_nothing_is_left(world, Outcome.COMPLETED)
 
 
-def test_run_is_not_over_while_its_allocation_is_listed() -> None:
-    world = World(job()).steady()
+def test_run_is_not_over_while_its_allocation_is_listed(world: World) -> None:
     world.cancel()
     world.play(lambda: bool(world.decided(Release)))
     world.play(lambda: f"{POOL}!release" not in world.state.intents)
@@ -891,8 +884,7 @@ def test_request_that_was_certainly_not_made_is_not_released() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_refused_release_is_repeated_after_a_pause() -> None:
-    world = World(job()).steady()
+def test_refused_release_is_repeated_after_a_pause(world: World) -> None:
     world.refuse_release = 2
     world.cancel()
     world.play()
@@ -904,8 +896,7 @@ def test_refused_release_is_repeated_after_a_pause() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_step_that_does_not_end_is_given_up_and_goes_with_its_allocation() -> None:
-    world = World(job()).steady()
+def test_step_that_does_not_end_is_given_up_and_goes_with_its_allocation(world: World) -> None:
     world.slow_to_stop = float("inf")
     world.cancel()
     began = world.now
@@ -914,8 +905,7 @@ def test_step_that_does_not_end_is_given_up_and_goes_with_its_allocation() -> No
     assert world.now - began < 6 * world.state.job.limits.step_grace
 
 
-def test_lost_node_does_not_delay_the_end_of_the_run() -> None:
-    world = World(job()).steady()
+def test_lost_node_does_not_delay_the_end_of_the_run(world: World) -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[R0] == 2).steady()
     world.cancel()
@@ -938,8 +928,7 @@ def test_nothing_is_launched_or_injected_once_the_end_is_decided() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_ended_run_is_over_and_has_no_further_plan() -> None:
-    world = World(job()).steady()
+def test_ended_run_is_over_and_has_no_further_plan(world: World) -> None:
     world.kill(R0)
     state = fold(world.state, ev.Stamped(99999, world.now, 1, ev.RunEnded(Outcome.FAILED, "")))
     assert plan(state, world.now) == Plan(over=True)

@@ -48,6 +48,11 @@ N1, N3, N4 = NodeName("n1"), NodeName("n3"), NodeName("n4")
 REASON = "rrl:small:gpu: Xid 48"
 
 
+@pytest.fixture
+def history() -> RecordedHistory:
+    return works()
+
+
 class RecordedHistory:
     """The records of a story, as a manager writes them.
 
@@ -100,15 +105,13 @@ def test_history_begins_with_the_run_and_its_nodes() -> None:
     assert all(isinstance(one, RunStarted | NodeAcquired) for one in records)
 
 
-def test_released_nodes_are_recorded() -> None:
-    history = works()
+def test_released_nodes_are_recorded(history: RecordedHistory) -> None:
     status = AllocationStatus(AllocationState.RUNNING, "77", (N1, N3))
     history.story.record(ev.AllocationChanged("small.pool", status))
     assert [one.node for one in history.new() if isinstance(one, NodeReleased)] == ["n2", "n4", "n5"]
 
 
-def test_lost_replica_is_a_failure_that_costs_its_gpu_time_until_it_works() -> None:
-    history = works()
+def test_lost_replica_is_a_failure_that_costs_its_gpu_time_until_it_works(history: RecordedHistory) -> None:
     history.story.wait(10).recovers("rollout/0")
     failure, back = (one for one in history.new() if isinstance(one, Failed | RecoveryDone))
     assert isinstance(failure, Failed)
@@ -120,8 +123,7 @@ def test_lost_replica_is_a_failure_that_costs_its_gpu_time_until_it_works() -> N
     assert back.gpu_hours == pytest.approx(4 * 4.8 / 3600, abs=1e-6)
 
 
-def test_failure_names_findings_about_its_node_first() -> None:
-    history = works()
+def test_failure_names_findings_about_its_node_first(history: RecordedHistory) -> None:
     history.story.record(ev.FindingChanged(gpu_finding(history.story.now))).wait(1)
     history.story.loses("rollout/0")
     history.story.fences("rollout/0")
@@ -141,8 +143,7 @@ def test_full_restart_is_one_failure_that_affects_all_replicas() -> None:
     assert (failure.incarnation, failure.stalled_replicas) == ("trainer/0#1", ("rollout/0", "rollout/1", "trainer/0"))
 
 
-def test_moved_replica_has_not_failed() -> None:
-    history = works()
+def test_moved_replica_has_not_failed(history: RecordedHistory) -> None:
     history.story.record(
         ev.Decided(Fence(history.story.incarnation("rollout/0"), Rung.REPLACEMENT, Why(()), charged=False))
     )
@@ -167,8 +168,7 @@ def test_injected_failure_is_recorded_as_injected() -> None:
     assert failure.injected
 
 
-def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
-    history = works()
+def test_a_node_that_falls_silent_is_excluded_and_has_failed(history: RecordedHistory) -> None:
     history.story.loses_node("n4")
     found, acted, failed = history.new()
     assert isinstance(found, FindingRecord)
@@ -178,8 +178,7 @@ def test_a_node_that_falls_silent_is_excluded_and_has_failed() -> None:
     assert (failed.node, failed.incarnation, failed.node_lost) == ("n4", "", True)
 
 
-def test_node_excluded_by_a_user_has_not_failed() -> None:
-    history = works()
+def test_node_excluded_by_a_user_has_not_failed(history: RecordedHistory) -> None:
     history.story.record(ev.Decided(Exclude(N3, Why(("drain requested by anna: fan",)), by="anna: fan")))
     (one,) = history.new()
     assert isinstance(one, ActionTaken)
@@ -189,8 +188,7 @@ def test_node_excluded_by_a_user_has_not_failed() -> None:
 @pytest.mark.parametrize(
     ("ok", "what", "expected_text"), [(True, "drained", ""), (False, "drain_requested", "Invalid user id")]
 )
-def test_drain_is_recorded_with_its_result(ok: bool, what: str, expected_text: str) -> None:
-    history = works()
+def test_drain_is_recorded_with_its_result(ok: bool, what: str, expected_text: str, history: RecordedHistory) -> None:
     why = Why(("xid: Xid 48",))
     history.story.record(
         ev.Decided(Exclude(N3, why, Cause.GPU, proof=True)),
@@ -201,8 +199,7 @@ def test_drain_is_recorded_with_its_result(ok: bool, what: str, expected_text: s
     assert one == ActionTaken(history.story.now, "n3", what, REASON, "gpu", "", expected_text, ("xid: Xid 48",))
 
 
-def test_undrain_and_readmission_are_recorded() -> None:
-    history = works()
+def test_undrain_and_readmission_are_recorded(history: RecordedHistory) -> None:
     undrain = Undrain(N3, REASON, Why(()))
     history.story.record(
         ev.Intended(undrain), ev.IntentSettled(undrain.tag, True), ev.Decided(Readmit(N3, Why(("well",))))
@@ -228,8 +225,7 @@ def test_finding_is_recorded_when_raised_changed_or_cleared_only() -> None:
     )
 
 
-def test_finding_raised_again_is_counted_from_one() -> None:
-    history = works()
+def test_finding_raised_again_is_counted_from_one(history: RecordedHistory) -> None:
     for verdict in (Verdict.FAIL, Verdict.OK, Verdict.FAIL):
         history.story.wait(60).record(ev.FindingChanged(gpu_finding(BEGAN, verdict)))
     assert [(one.verdict.value, one.count) for one in history.new() if isinstance(one, FindingRecord)] == [
@@ -239,8 +235,7 @@ def test_finding_raised_again_is_counted_from_one() -> None:
     ]
 
 
-def test_release_of_a_node_does_not_clear_its_findings() -> None:
-    history = works()
+def test_release_of_a_node_does_not_clear_its_findings(history: RecordedHistory) -> None:
     history.story.record(ev.FindingChanged(gpu_finding(BEGAN)))
     history.story.record(ev.Decided(Finish(Outcome.COMPLETED, Why(("done",)))))
     history.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.OK)))
@@ -258,8 +253,7 @@ def test_next_manager_records_the_end_of_an_earlier_finding() -> None:
     assert [one.verdict for one in second.new() if isinstance(one, FindingRecord)] == [Verdict.OK]
 
 
-def test_work_on_a_node_with_findings_is_not_lost() -> None:
-    history = works()
+def test_work_on_a_node_with_findings_is_not_lost(history: RecordedHistory) -> None:
     history.story.record(ev.FindingChanged(gpu_finding(history.story.now)))
     history.story.wait(7200).loses("rollout/0")
     since = history.story.now
@@ -269,14 +263,12 @@ def test_work_on_a_node_with_findings_is_not_lost() -> None:
     assert since - never.since < 60
 
 
-def test_finding_that_was_only_unknown_is_not_recorded() -> None:
-    history = works()
+def test_finding_that_was_only_unknown_is_not_recorded(history: RecordedHistory) -> None:
     history.story.record(ev.FindingChanged(gpu_finding(BEGAN, Verdict.UNKNOWN)))
     assert history.new() == []
 
 
-def test_evidence_is_limited_to_five_lines_without_control_characters() -> None:
-    history = works()
+def test_evidence_is_limited_to_five_lines_without_control_characters(history: RecordedHistory) -> None:
     many = tuple(Evidence("kernel", f"line {i} \x1b[2J", BEGAN) for i in range(9))
     history.story.record(ev.FindingChanged(msgspec.structs.replace(gpu_finding(BEGAN), evidence=many)))
     (one,) = history.new()
@@ -285,8 +277,7 @@ def test_evidence_is_limited_to_five_lines_without_control_characters() -> None:
     assert all(evidence.text.isprintable() for evidence in one.evidence)
 
 
-def test_replica_down_at_the_runs_end_has_not_recovered() -> None:
-    history = works()
+def test_replica_down_at_the_runs_end_has_not_recovered(history: RecordedHistory) -> None:
     history.story.loses("rollout/0")
     history.story.fences("rollout/0").wait(36)
     history.story.ends(Outcome.FAILED, "no more nodes")

@@ -33,6 +33,11 @@ from rrl.tests.support.manager.journal_writer import Writer
 
 
 @pytest.fixture
+def writer(run: RunDir) -> Writer:
+    return Writer(run).begin()
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / RUN)
     run.create()
@@ -55,8 +60,7 @@ def test_run_without_a_journal_has_no_state_and_no_events(run: RunDir) -> None:
     assert list(replay(run)) == []
 
 
-def test_flushed_records_are_read_again_and_buffered_ones_are_not(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_flushed_records_are_read_again_and_buffered_ones_are_not(run: RunDir, writer: Writer) -> None:
     durable = writer.state
     writer.steps(1)
     assert read_state(run) == durable
@@ -71,8 +75,7 @@ def test_close_flushes_the_buffer(run: RunDir) -> None:
     assert read_state(run) == writer.state
 
 
-def test_torn_last_frame_is_ignored_at_every_length(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_torn_last_frame_is_ignored_at_every_length(run: RunDir, writer: Writer) -> None:
     segment = run.journal / segments(run)[0]
     before, whole = writer.state, segment.read_bytes()
     writer.steps(1).flush()
@@ -111,8 +114,7 @@ def test_segments_with_an_unfinished_head_are_skipped(run: RunDir, torn: bytes) 
     assert read_state(run) == later.state
 
 
-def test_follower_skips_a_later_segment_with_an_unfinished_head(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_follower_skips_a_later_segment_with_an_unfinished_head(run: RunDir, writer: Writer) -> None:
     follower = Follower(run)
     follower.state()
     (run.journal / "000002-000001.seg").write_bytes(MAGIC)
@@ -164,16 +166,14 @@ def test_event_of_an_unknown_kind_is_reported_with_its_position(run: RunDir) -> 
             read(run)
 
 
-def test_unknown_fields_of_an_event_are_ignored(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_unknown_fields_of_an_event_are_ignored(run: RunDir, writer: Writer) -> None:
     newer = {"seq": 3, "at": 3.0, "epoch": 1, "event": {"type": "ManagerStopped", "why": "x", "mood": 7}, "colour": 1}
     with (run.journal / segments(run)[0]).open("ab") as file:
         file.write(_framed(msgspec.msgpack.encode(newer)))
     assert list(replay(run)) == [*writer.written, ev.Stamped(3, 3.0, 1, ev.ManagerStopped("x"))]
 
 
-def test_newest_head_equals_the_fold_of_all_records(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_newest_head_equals_the_fold_of_all_records(run: RunDir, writer: Writer) -> None:
     for step in range(1, 30):
         writer.steps(step).flush()
         if step % 7 == 0:
@@ -203,8 +203,7 @@ def test_records_appended_during_a_rotation_are_kept_exactly_once(run: RunDir) -
     assert list(replay(run)) == writer.written
 
 
-def test_concurrent_flushes_and_appends_write_every_record_once(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_concurrent_flushes_and_appends_write_every_record_once(run: RunDir, writer: Writer) -> None:
     stopped = threading.Event()
 
     def flush() -> None:
@@ -273,8 +272,7 @@ def test_follower_equals_a_full_read_after_every_write(run: RunDir) -> None:
         assert follower.state() == read_state(run) == writer.state
 
 
-def test_follower_reads_a_frame_once_it_is_complete(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_follower_reads_a_frame_once_it_is_complete(run: RunDir, writer: Writer) -> None:
     follower = Follower(run)
     before = follower.state()
     writer.steps(1).flush()
@@ -328,9 +326,8 @@ class FullDisk:
 
 @pytest.mark.parametrize("failing_call", ["write", "fsync"])
 def test_full_disk_keeps_buffered_records_for_the_next_flush(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, failing_call: str, writer: Writer
 ) -> None:
-    writer = Writer(run).begin()
     durable = writer.state
     disk = FullDisk(monkeypatch, failing_call)
     for step in (1, 2, 3):
@@ -382,8 +379,7 @@ def test_epoch_has_one_writer(run: RunDir) -> None:
         Journal(run, 1)
 
 
-def test_head_names_the_accepted_length_of_the_previous_segment(run: RunDir) -> None:
-    writer = Writer(run).begin()
+def test_head_names_the_accepted_length_of_the_previous_segment(run: RunDir, writer: Writer) -> None:
     length = (run.journal / segments(run)[0]).stat().st_size
     Writer(run, epoch=2)
     payload = (run.journal / segments(run)[1]).read_bytes()[len(MAGIC) + 8 :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,10 +12,10 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
 from rrl.roles.worker.api import LOOPBACK, _bypass_proxies
-from rrl.tests.support.listening_manager import eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
-from rrl.tests.support.roles.worker_scene import Scene, play
+from rrl.tests.support.roles.worker_scene import Scene
 
 pytest.importorskip("openai")
 
@@ -70,58 +69,48 @@ JOB = resolve(
 )
 
 
-def test_thawed_process_that_was_replaced_gets_403_and_ends(tmp_path: Path) -> None:
-    with lab(tmp_path) as at:
-        scene, notes = Scene(at), at.run.path / "notes"
-        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
-        (at.run.path / "noting_agent.py").write_text(AGENT)
+async def test_thawed_process_that_was_replaced_gets_403_and_ends(at: Lab) -> None:
+    scene, notes = Scene(at), at.run.path / "notes"
+    write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
+    (at.run.path / "noting_agent.py").write_text(AGENT)
 
-        def noted() -> list[list[str]]:
-            return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+    def noted() -> list[list[str]]:
+        return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
 
-        async def story() -> None:
-            store = open_agents_store(at.run.store)
-            async with scene.serve(store) as endpoint, scene.manager() as manager:
-                manager.store_is(endpoint)
-                frozen = at.start(scene.launch(AGENTS), "agents.main")
-                (turn,) = await eventually(lambda: lease(store, ROLLOUT), "a turn of the first process")
-                os.kill(frozen.pid, signal.SIGSTOP)
-                store.update_membership([SUCCESSOR if member == AGENTS else member for member in CREW])
-                successor = at.start(scene.launch(SUCCESSOR), "agents.main")
-                await eventually(lambda: [str(successor.pid), "asks"] in noted(), "the next attempt")
-                os.kill(frozen.pid, signal.SIGCONT)
-                await eventually(lambda: [str(frozen.pid), "PermissionDeniedError"] in noted(), "the refusal")
-                assert await at.end_of(frozen) != 0
-                sample(store, turn.trajectory, [5, 1])  # the next attempt has taken over the turn of the first one
-                await eventually(lambda: [str(successor.pid), "3"] in noted(), "the answer")
-                assert [line[1] for line in noted() if line[0] == str(frozen.pid)] == [
-                    "asks",
-                    LOOPBACK,
-                    "PermissionDeniedError",
-                ]
-
-        play(story)
+    store = open_agents_store(at.run.store)
+    async with scene.manager_and(store):
+        frozen = at.start(scene.launch(AGENTS), "agents.main")
+        (turn,) = await eventually(lambda: lease(store, ROLLOUT), "a turn of the first process")
+        os.kill(frozen.pid, signal.SIGSTOP)
+        store.update_membership([SUCCESSOR if member == AGENTS else member for member in CREW])
+        successor = at.start(scene.launch(SUCCESSOR), "agents.main")
+        await eventually(lambda: [str(successor.pid), "asks"] in noted(), "the next attempt")
+        os.kill(frozen.pid, signal.SIGCONT)
+        await eventually(lambda: [str(frozen.pid), "PermissionDeniedError"] in noted(), "the refusal")
+        assert await at.end_of(frozen) != 0
+        sample(store, turn.trajectory, [5, 1])  # the next attempt has taken over the turn of the first one
+        await eventually(lambda: [str(successor.pid), "3"] in noted(), "the answer")
+        assert [line[1] for line in noted() if line[0] == str(frozen.pid)] == [
+            "asks",
+            LOOPBACK,
+            "PermissionDeniedError",
+        ]
 
 
-def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(tmp_path: Path) -> None:
+async def test_agents_reach_their_endpoint_although_the_environment_names_a_proxy(at: Lab) -> None:
     proxied = "import os; os.environ.update(http_proxy='http://127.0.0.1:9', NO_PROXY='corp.example, 10.0.0.0/8')"
-    with lab(tmp_path) as at:
-        scene, notes = Scene(at), at.run.path / "notes"
-        write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
-        (at.run.path / "noting_agent.py").write_text(AGENT)
+    scene, notes = Scene(at), at.run.path / "notes"
+    write_atomically(at.run.run_spec, msgspec.json.encode(JOB))
+    (at.run.path / "noting_agent.py").write_text(AGENT)
 
-        async def story() -> None:
-            store = open_agents_store(at.run.store)
-            async with scene.serve(store) as endpoint, scene.manager() as manager:
-                manager.store_is(endpoint)
-                process = at.start(scene.launch(AGENTS), "agents.main", proxied)
-                (turn,) = await eventually(lambda: lease(store, ROLLOUT), "the turn of a call")
-                sample(store, turn.trajectory, [5, 1])
-                answered = f"{process.pid} 3\n"
-                await eventually(lambda: answered in notes.read_text(), "the answer")
-                assert f"{process.pid} corp.example,10.0.0.0/8,{LOOPBACK}\n" in notes.read_text()
-
-        play(story)
+    store = open_agents_store(at.run.store)
+    async with scene.manager_and(store):
+        process = at.start(scene.launch(AGENTS), "agents.main", proxied)
+        (turn,) = await eventually(lambda: lease(store, ROLLOUT), "the turn of a call")
+        sample(store, turn.trajectory, [5, 1])
+        answered = f"{process.pid} 3\n"
+        await eventually(lambda: answered in notes.read_text(), "the answer")
+        assert f"{process.pid} corp.example,10.0.0.0/8,{LOOPBACK}\n" in notes.read_text()
 
 
 @pytest.mark.parametrize(

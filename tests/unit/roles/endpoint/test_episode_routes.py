@@ -28,6 +28,11 @@ from rrl.tests.support.roles.trajectories.crew import lease
 RUN_KEY = run_key(RUN, SECRET)
 
 
+@pytest.fixture
+def opened(outside: Outside) -> Any:
+    return outside.open()
+
+
 class Outside:
     """An endpoint for agents outside of the run, with a real store."""
 
@@ -76,8 +81,7 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
     made.store.close()
 
 
-def test_an_episode_is_opened_played_and_finished_with_a_reward(outside: Outside) -> None:
-    opened = outside.open()
+def test_an_episode_is_opened_played_and_finished_with_a_reward(outside: Outside, opened: Any) -> None:
     key = decode_key(opened["api_key"], RUN, SECRET)
     assert key is not None
     assert (opened["episode"], opened["attempt"]) == (key.episode, key.attempt)
@@ -111,16 +115,14 @@ def test_item_whose_text_cannot_be_made_is_dropped_and_another_one_is_served(tmp
     outside.store.close()
 
 
-def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside) -> None:
-    opened = outside.open()
+def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside, opened: Any) -> None:
     outside.answer(opened)
     assert outside.end(opened, "finish", {"later": True}) == 200
     assert outside.end(opened, "reward", {"reward": 1}) == 200
     assert outside.end(opened, "reward", {"reward": 1}) == 200
 
 
-def test_a_failed_attempt_ends_the_episode_and_its_key(outside: Outside) -> None:
-    opened = outside.open()
+def test_a_failed_attempt_ends_the_episode_and_its_key(outside: Outside, opened: Any) -> None:
     outside.answer(opened)
     assert outside.end(opened, "fail", {"why": "the sandbox is gone"}) == 200
     assert outside.end(opened, "finish", {"reward": 1.0}) == 403
@@ -155,16 +157,14 @@ def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
     ],
 )
 def test_invalid_body_is_refused_with_the_name_of_its_key(
-    outside: Outside, how: str, body: Any, param: str | None
+    outside: Outside, how: str, body: Any, param: str | None, opened: Any
 ) -> None:
-    opened = outside.open()
     status, replied = outside.post(f"/rrl/v1/episodes/{how}", opened["api_key"], body)
     assert status == 400
     assert replied["error"]["param"] == param
 
 
-def test_key_of_an_episode_and_key_of_the_run_are_not_interchangeable(outside: Outside) -> None:
-    opened = outside.open()
+def test_key_of_an_episode_and_key_of_the_run_are_not_interchangeable(outside: Outside, opened: Any) -> None:
     assert outside.post("/rrl/v1/episodes", opened["api_key"])[1]["error"]["code"] == "run_key_needed"
     refused = outside.post("/rrl/v1/episodes/finish", RUN_KEY, {"reward": 1.0})
     assert (refused[0], refused[1]["error"]["code"]) == (403, "episode_key_needed")
@@ -174,8 +174,7 @@ def test_key_of_an_episode_and_key_of_the_run_are_not_interchangeable(outside: O
     assert outside.post("/rrl/v1/episodes", run_key("other", SECRET))[0] == 401
 
 
-def test_episode_without_an_answer_cannot_be_finished_and_goes_on(outside: Outside) -> None:
-    opened = outside.open()
+def test_episode_without_an_answer_cannot_be_finished_and_goes_on(outside: Outside, opened: Any) -> None:
     for body in ({"reward": 1.0}, {}, {"later": True}):
         status, replied = outside.post("/rrl/v1/episodes/finish", opened["api_key"], body)
         assert (status, replied["error"]["code"]) == (409, "no_answer")
@@ -185,7 +184,6 @@ def test_episode_without_an_answer_cannot_be_finished_and_goes_on(outside: Outsi
     assert outside.store.audit().dropped == {}
 
 
-def test_large_body_is_refused(outside: Outside) -> None:
-    opened = outside.open()
+def test_large_body_is_refused(outside: Outside, opened: Any) -> None:
     assert outside.end(opened, "fail", {"why": "x" * 70_000}) == 413
     assert outside.end(opened, "fail", {"why": "x" * 50_000}) == 200

@@ -30,6 +30,11 @@ from rrl.tests.support.roles.trajectories.crew import ROLLOUT, lease, segment
 encode = CHAT.tokenizer.encode
 
 
+@pytest.fixture
+def item(run: Run) -> EpisodeItem:
+    return run.lease()
+
+
 class Rollout:
     """A thread that answers every turn of the store with the next digit."""
 
@@ -122,8 +127,7 @@ def play(ask: Callable[[list[Any]], Any], second: str) -> list[str]:
     return [first.content, ask(messages).choices[0].message.content]
 
 
-def test_attempt_of_a_dead_process_is_replayed_without_sampling_again(run: Run) -> None:
-    item = run.lease()
+def test_attempt_of_a_dead_process_is_replayed_without_sampling_again(run: Run, item: EpisodeItem) -> None:
     answers = play(lambda messages: run.ask(item, messages), "<")
     turns = run.turns(item).turns
     again, server = run.die()
@@ -133,8 +137,7 @@ def test_attempt_of_a_dead_process_is_replayed_without_sampling_again(run: Run) 
     assert run.rollout.sampled == 2
 
 
-def test_replay_samples_from_the_first_call_that_differs(run: Run) -> None:
-    item = run.lease()
+def test_replay_samples_from_the_first_call_that_differs(run: Run, item: EpisodeItem) -> None:
     first, _ = play(lambda messages: run.ask(item, messages), "<")
     again, server = run.die()
     replayed, new = play(lambda messages: run.ask(again, messages, server), ">")
@@ -143,8 +146,7 @@ def test_replay_samples_from_the_first_call_that_differs(run: Run) -> None:
     assert (two.parent, two.offset, run.rollout.sampled) == (one.id, len(encode("?7=0")) + 1, 3)
 
 
-def test_recorded_turns_may_be_replayed_in_any_order(run: Run) -> None:
-    item = run.lease()
+def test_recorded_turns_may_be_replayed_in_any_order(run: Run, item: EpisodeItem) -> None:
     calls: list[list[Any]] = [[{"role": "user", "content": text}] for text in ("12", "13")]
     answers = [run.ask(item, messages).choices[0].message.content for messages in calls]
     assert run.turns(item).turns[1].parent is not None, "the second call must be a branch of the first for this test"
@@ -154,16 +156,16 @@ def test_recorded_turns_may_be_replayed_in_any_order(run: Run) -> None:
     assert run.rollout.sampled == 2
 
 
-def test_equal_calls_of_a_replay_get_the_recorded_answers_in_order(run: Run) -> None:
-    item = run.lease()
+def test_equal_calls_of_a_replay_get_the_recorded_answers_in_order(run: Run, item: EpisodeItem) -> None:
     messages: list[Any] = [{"role": "user", "content": "7"}]
     answers = [run.ask(item, messages).choices[0].message.content for _ in range(3)]
     again, server = run.die()
     assert [run.ask(again, messages, server).choices[0].message.content for _ in range(4)] == [*answers, "3"]
 
 
-def test_recorded_answer_with_several_choices_and_a_stop_text_is_replayed_unchanged(run: Run) -> None:
-    item = run.lease()
+def test_recorded_answer_with_several_choices_and_a_stop_text_is_replayed_unchanged(
+    run: Run, item: EpisodeItem
+) -> None:
     messages: list[Any] = [{"role": "user", "content": "7"}]
     answers = [choice.message.content for choice in run.ask(item, messages, n=3, stop=["1"]).choices]
     assert sorted(answers) == ["", "0", "2"]
@@ -173,8 +175,7 @@ def test_recorded_answer_with_several_choices_and_a_stop_text_is_replayed_unchan
     assert run.rollout.sampled == 3
 
 
-def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
-    item = run.lease()
+def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run, item: EpisodeItem) -> None:
     run.ask(item, [{"role": "user", "content": "7"}])
     _, server = run.die()
     with pytest.raises(openai.PermissionDeniedError):
@@ -182,8 +183,7 @@ def test_a_key_of_the_attempt_whose_process_died_is_refused(run: Run) -> None:
 
 
 # ── streams that continue at a relay's position ─────────────────────────────────────────────────────────────────────
-def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: Run) -> None:
-    item = run.lease()
+def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: Run, item: EpisodeItem) -> None:
     messages: list[Any] = [{"role": "user", "content": "7"}]
     for number in (1, 2):  # equal calls, so that only the position tells which of them continues
         whole = raw_stream(run, item, messages, {"x-rrl-relay": "1"})
@@ -202,8 +202,9 @@ def test_stream_of_a_relay_continues_after_the_position_that_the_relay_has(run: 
 
 
 @pytest.mark.parametrize("sent", ["x", "1,1", "-1", "9" * 30, "²"])
-def test_invalid_position_of_a_relay_restarts_the_stream_from_the_beginning(run: Run, sent: str) -> None:
-    item = run.lease()
+def test_invalid_position_of_a_relay_restarts_the_stream_from_the_beginning(
+    run: Run, sent: str, item: EpisodeItem
+) -> None:
     messages: list[Any] = [{"role": "user", "content": "7"}]
     raw_stream(run, item, messages, {"x-rrl-relay": "1"})
     headers = {"x-rrl-relay": "1", "x-rrl-call": "1", "x-rrl-sent": sent}

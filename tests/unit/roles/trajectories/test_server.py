@@ -44,7 +44,6 @@ from rrl.roles.trajectories.types import (
     NewestVersion,
     NotReady,
     PackedBatch,
-    PackedPart,
     PartBound,
     PostScores,
     Score,
@@ -438,50 +437,29 @@ def _ready(tmp_path: Path) -> Store:
     return store
 
 
-def test_batch_requested_by_many_members_is_built_once_per_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parts", [False, True])
+def test_batch_or_part_requested_by_many_members_is_built_once_per_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool
 ) -> None:
     made: list[int] = []
-    make = State.batch
+    name = "part" if parts else "batch"
+    make = getattr(State, name)
 
-    def counted(state: State, number: int) -> PackedBatch:
+    def counted(state: State, number: int, *index: int) -> Any:
         made.append(number)
-        return make(state, number)
+        return make(state, number, *index)
 
-    monkeypatch.setattr(State, "batch", counted)
+    monkeypatch.setattr(State, name, counted)
 
     async def play(store: Store, server: Server, script: Script) -> None:
         for ask in range(16):
-            script.send_request(ask, GetBatch(incarnation_of(member_id(TRAINER.replica, ask)), 1))
+            member = incarnation_of(member_id(TRAINER.replica, ask))
+            script.send_request(ask, GetPart(member, 1, 0) if parts else GetBatch(member, 1))
         await script.until(lambda: len(script.replies) == 16)
         assert len(made) < 16 / 2, "the reply was built more often than once per round"
-        assert {bytes(cast(msgspec.Raw, denial)) for denial in script.replies.values()} == {
-            msgspec.msgpack.encode(store.batch(TRAINER, 1))
-        }
-
-    _serve(tmp_path, play, store=_ready(tmp_path))
-
-
-def test_part_requested_by_many_members_is_built_once_per_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    make = State.part
-
-    def counted(state: State, number: int, index: int) -> PackedPart:
-        made.append(number)
-        return make(state, number, index)
-
-    monkeypatch.setattr(State, "part", counted)
-
-    async def play(store: Store, server: Server, script: Script) -> None:
-        for ask in range(16):
-            script.send_request(ask, GetPart(incarnation_of(member_id(TRAINER.replica, ask)), 1, 0))
-        await script.until(lambda: len(script.replies) == 16)
-        assert len(made) < 16 / 2, "the reply was built more often than once per round"
-        assert {bytes(cast(msgspec.Raw, reply)) for reply in script.replies.values()} == {
-            msgspec.msgpack.encode(store.part(TRAINER, 1, 0))
-        }
+        expected = store.part(TRAINER, 1, 0) if parts else store.batch(TRAINER, 1)
+        replies = {bytes(cast(msgspec.Raw, reply)) for reply in script.replies.values()}
+        assert replies == {msgspec.msgpack.encode(expected)}
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -516,17 +494,31 @@ def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> N
     _serve(tmp_path, play)
 
 
-def test_a_group_larger_than_a_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (
+            GetPart(TRAINER, 1, 0),
+            "the part has 0 MiB, but a message has at most 0 MiB; lower group_size or max_new_tokens in [sampling]",
+        ),
+        (
+            GetBatch(TRAINER, 1),
+            "the batch has 0 MiB, but a message has at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens"
+            " in [sampling], or train in parts (stream = true)",
+        ),
+    ],
+)
+def test_data_larger_than_a_message_is_refused_before_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: StepRequest, why: str
+) -> None:
     monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
 
     async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(1, GetPart(TRAINER, 1, 0))
+        script.send_request(1, request_)
         await script.until(lambda: 1 in script.replies)
         denial = script.replies[1]
         assert isinstance(denial, Denied)
-        assert denial.why == (
-            "the part has 0 MiB, but a message has at most 0 MiB; lower group_size or max_new_tokens in [sampling]"
-        )
+        assert denial.why == why
 
     _serve(tmp_path, play, store=_ready(tmp_path))
 
@@ -564,22 +556,6 @@ def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> Non
         assert answers_sent.count(1) == 1
 
     _serve(tmp_path, play)
-
-
-def test_batch_larger_than_a_message_is_refused_before_it_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
-
-    async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(1, GetBatch(TRAINER, 1))
-        await script.until(lambda: 1 in script.replies)
-        denial = script.replies[1]
-        assert isinstance(denial, Denied)
-        assert "but a message has at most 0 MiB; lower prompts_per_step, group_size or max_new_tokens" in denial.why
-        assert denial.why.endswith("or train in parts (stream = true)")
-
-    _serve(tmp_path, play, store=_ready(tmp_path))
 
 
 async def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

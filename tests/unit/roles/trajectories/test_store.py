@@ -51,6 +51,11 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path)
+
+
 def _is_fenced(answer: object) -> bool:
     return isinstance(answer, Denied) and answer.fenced
 
@@ -85,8 +90,7 @@ def test_groups_in_progress_are_limited_by_batches_ahead(tmp_path: Path) -> None
     assert lease(store, OTHER) == ()
 
 
-def test_new_groups_are_created_after_a_binding_not_a_commit(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_new_groups_are_created_after_a_binding_not_a_commit(store: Store) -> None:
     assert len(generate(store)) == 2 * BATCH * GROUP
     score(store)
     assert lease(store) == ()
@@ -96,24 +100,21 @@ def test_new_groups_are_created_after_a_binding_not_a_commit(tmp_path: Path) -> 
     assert lease(store, OTHER) == ()
 
 
-def test_two_rollouts_never_lease_the_same_trajectory(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_two_rollouts_never_lease_the_same_trajectory(store: Store) -> None:
     mine = {item.trajectory for item in lease(store, ROLLOUT, 3)}
     yours = {item.trajectory for item in lease(store, OTHER, 3)}
     assert len(mine) == len(yours) == 3
     assert not mine & yours
 
 
-def test_trajectory_leased_in_a_lost_answer_is_sent_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_trajectory_leased_in_a_lost_answer_is_sent_again(store: Store) -> None:
     first = lease(store, ROLLOUT, 2)
     assert lease(store, ROLLOUT, 2) == first
     more = lease(store, ROLLOUT, 2, holding=[item.trajectory for item in first])
     assert [item.trajectory for item in more] == [2, 3]
 
 
-def test_request_without_a_list_of_held_trajectories_gets_only_new_work(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_request_without_a_list_of_held_trajectories_gets_only_new_work(store: Store) -> None:
     first = lease(store, ROLLOUT, 2)
     assert [item.trajectory for item in lease(store, ROLLOUT, 1, holding=None)] == [2]
     assert store.append(ROLLOUT, [segment(0)], handed_over=(0,)) == Done()
@@ -125,8 +126,7 @@ def test_request_without_a_list_of_held_trajectories_gets_only_new_work(tmp_path
     )
 
 
-def test_lease_of_a_dead_rollout_goes_to_the_next_one_with_all_its_tokens(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_lease_of_a_dead_rollout_goes_to_the_next_one_with_all_its_tokens(store: Store) -> None:
     (item,) = lease(store, ROLLOUT, 1)
     made = [segment(item.trajectory, 0, (5,)), segment(item.trajectory, 1, (6, 7), step=3)]
     assert store.append(ROLLOUT, made) == Done()
@@ -138,8 +138,7 @@ def test_lease_of_a_dead_rollout_goes_to_the_next_one_with_all_its_tokens(tmp_pa
     assert taken.max_new == MAX_NEW - 3
 
 
-def test_trajectory_of_two_incarnations_keeps_the_version_of_each_token(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_trajectory_of_two_incarnations_keeps_the_version_of_each_token(store: Store) -> None:
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5, 6), step=3)])
     store.update_membership({OTHER, REWARD, TRAINER})
@@ -230,8 +229,7 @@ def test_few_consecutive_items_without_a_prompt_do_not_end_the_store(tmp_path: P
 
 
 # ── appending ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_repeated_segments_change_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_repeated_segments_change_nothing(store: Store) -> None:
     lease(store)
     words = ([segment(0, 0, (5, 6)), segment(0, 2, (7,))], [0])
     assert store.append(ROLLOUT, *words) == Done()
@@ -254,8 +252,7 @@ def test_repeated_segments_change_nothing(tmp_path: Path) -> None:
         pytest.param(segment(99, 0, (7,)), id="an unknown trajectory"),
     ],
 )
-def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(tmp_path: Path, wrong: Segment) -> None:
-    store = open_store(tmp_path)
+def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(wrong: Segment, store: Store) -> None:
     lease(store)
     assert store.append(ROLLOUT, [segment(0, 0, (5, 6))]) == Done()
     answer = store.append(ROLLOUT, [segment(1, 0, (9,)), wrong])
@@ -275,16 +272,14 @@ def test_segment_that_neither_continues_nor_repeats_is_denied_and_not_stored(tmp
         segment(0, 0, (2**40,)),
     ],
 )
-def test_a_malformed_segment_is_denied(tmp_path: Path, bad: Segment) -> None:
-    store = open_store(tmp_path)
+def test_a_malformed_segment_is_denied(bad: Segment, store: Store) -> None:
     lease(store)
     answer = store.append(ROLLOUT, [bad])
     assert isinstance(answer, Denied)
     assert "malformed" in answer.why
 
 
-def test_append_of_a_rollout_without_the_lease_is_denied(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_append_of_a_rollout_without_the_lease_is_denied(store: Store) -> None:
     lease(store, ROLLOUT)
     answer = store.append(OTHER, [segment(0)])
     assert isinstance(answer, Denied)
@@ -292,8 +287,7 @@ def test_append_of_a_rollout_without_the_lease_is_denied(tmp_path: Path) -> None
     assert isinstance(store.append(OTHER, [], [0]), Denied)
 
 
-def test_fenced_rollout_is_refused_by_the_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_fenced_rollout_is_refused_by_the_store(store: Store) -> None:
     lease(store)
     store.update_membership({incarnation_of("rollout/0", 2), *ALL[1:]})
     assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
@@ -301,8 +295,7 @@ def test_fenced_rollout_is_refused_by_the_store(tmp_path: Path) -> None:
     assert isinstance(store.lease(incarnation_of("rollout/0", 2), 1), Leased)
 
 
-def test_replica_removed_from_the_membership_without_a_successor_is_refused(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_replica_removed_from_the_membership_without_a_successor_is_refused(store: Store) -> None:
     lease(store)
     store.update_membership({OTHER, REWARD, TRAINER})
     assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
@@ -312,8 +305,7 @@ def test_replica_removed_from_the_membership_without_a_successor_is_refused(tmp_
     assert _is_fenced(store.post_scores(REWARD, ()))
 
 
-def test_replica_not_yet_in_the_membership_gets_not_ready(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_replica_not_yet_in_the_membership_gets_not_ready(store: Store) -> None:
     new = incarnation_of("rollout/0", 2)
     assert store.lease(new, 1) == NotReady()
     assert store.append(new, [segment(0)]) == NotReady()
@@ -321,8 +313,7 @@ def test_replica_not_yet_in_the_membership_gets_not_ready(tmp_path: Path) -> Non
     assert isinstance(store.lease(new, 1), Leased)
 
 
-def test_trajectory_at_its_maximum_length_is_finished(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_trajectory_at_its_maximum_length_is_finished(store: Store) -> None:
     lease(store)
     assert store.append(ROLLOUT, [segment(0, 0, (5,) * MAX_NEW)]) == Done()
     scoring = store.lease_scoring(REWARD, 9)
@@ -330,8 +321,7 @@ def test_trajectory_at_its_maximum_length_is_finished(tmp_path: Path) -> None:
     assert [item.trajectory for item in scoring.items] == [0]
 
 
-def test_rollout_continues_at_its_position_after_a_restart_of_the_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_rollout_continues_at_its_position_after_a_restart_of_the_store(tmp_path: Path, store: Store) -> None:
     lease(store)
     store.append(ROLLOUT, [segment(0, 0, (5, 6))])
     store.flush()
@@ -340,8 +330,9 @@ def test_rollout_continues_at_its_position_after_a_restart_of_the_store(tmp_path
     assert store.append(ROLLOUT, [segment(0, 2, (7,))], [0]) == Done()
 
 
-def test_trajectories_held_by_a_rollout_are_not_leased_to_others_after_a_restart_of_the_store(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_trajectories_held_by_a_rollout_are_not_leased_to_others_after_a_restart_of_the_store(
+    tmp_path: Path, store: Store
+) -> None:
     held = [item.trajectory for item in lease(store, ROLLOUT, 3)]
     store.flush()
     store = open_store(tmp_path)
@@ -349,8 +340,7 @@ def test_trajectories_held_by_a_rollout_are_not_leased_to_others_after_a_restart
     assert not {item.trajectory for item in lease(store, OTHER)} & set(held)
 
 
-def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_path: Path, store: Store) -> None:
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
     store.flush()
@@ -364,8 +354,7 @@ def test_tokens_are_never_appended_to_a_prefix_they_were_not_sampled_from(tmp_pa
     assert late.lost == (0,)
 
 
-def test_rollout_that_only_finishes_a_trajectory_can_repeat_the_append(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_rollout_that_only_finishes_a_trajectory_can_repeat_the_append(store: Store) -> None:
     lease(store, ROLLOUT)
     store.append(ROLLOUT, [segment(0, 0, (5,))])
     store.update_membership(ALL[1:])
@@ -375,8 +364,7 @@ def test_rollout_that_only_finishes_a_trajectory_can_repeat_the_append(tmp_path:
 
 
 # ── scoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_only_finished_trajectories_are_offered_for_scoring(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_only_finished_trajectories_are_offered_for_scoring(store: Store) -> None:
     lease(store)
     store.append(ROLLOUT, [segment(0, 0, (5, 6)), segment(2, 0, (7,))], [2])
     answer = store.lease_scoring(REWARD, 9)
@@ -395,23 +383,20 @@ def test_scoring_lease_of_a_dead_replica_is_freed_and_that_of_a_live_one_is_repe
     assert store.lease_scoring(incarnation_of("reward/1"), 9) == first
 
 
-def test_first_score_is_kept(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_first_score_is_kept(store: Store) -> None:
     generate(store)
     score(store, reward=0.25)
     assert store.post_scores(REWARD, [Score(t, 1.0, 1.0) for t in range(8)]) == Done()
     assert [(t.reward, t.training) for t in bind(store, 1).trajectories] == [(0.25, 0.125)] * 4
 
 
-def test_a_score_that_is_not_finite_is_denied(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_score_that_is_not_finite_is_denied(store: Store) -> None:
     generate(store)
     assert isinstance(store.post_scores(REWARD, [Score(0, math.nan, 0.0)]), Denied)
     assert isinstance(store.post_scores(REWARD, [Score(0, 0.0, math.inf)]), Denied)
 
 
-def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_unscorable_group_is_dropped_with_its_reason_and_replaced(tmp_path: Path, store: Store) -> None:
     generate(store)
     assert store.post_scores(REWARD, [Score(0, 1.0, 1.0)], {1: "scorer raised KeyError"}) == Done()
     assert store.post_scores(REWARD, [], {1: "scorer raised KeyError"}) == Done()
@@ -489,8 +474,7 @@ def test_reopened_store_keeps_the_number_of_unscored_groups_and_begins_to_count_
 
 
 # ── binding and committing ─────────────────────────────────────────────────────────────────────────────────────────
-def test_batch_consists_of_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_batch_consists_of_the_oldest_complete_scored_groups(store: Store) -> None:
     lease(store)
     store.append(ROLLOUT, [segment(t) for t in (6, 7, 4, 5, 0)], (6, 7, 4, 5, 0))
     assert store.batch(TRAINER, 1) == NotReady()
@@ -498,8 +482,7 @@ def test_batch_consists_of_the_oldest_complete_scored_groups(tmp_path: Path) -> 
     assert bind(store, 1).groups == (2, 3)
 
 
-def test_repeated_batch_request_returns_the_same_batch_after_a_restart(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_repeated_batch_request_returns_the_same_batch_after_a_restart(tmp_path: Path, store: Store) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -521,8 +504,7 @@ def test_batch_digest_depends_on_tokens_and_rewards(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_batches_are_numbered_without_gaps(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_batches_are_numbered_without_gaps(store: Store) -> None:
     generate(store)
     score(store)
     assert isinstance(store.batch(TRAINER, 0), Denied)
@@ -548,8 +530,7 @@ def test_steps_beyond_the_limit_of_uncommitted_steps_are_not_bound(tmp_path: Pat
     assert store.batch(TRAINER, most + 3) == NotReady()
 
 
-def test_commit_may_be_repeated_and_counts_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_commit_may_be_repeated_and_counts_once(tmp_path: Path, store: Store) -> None:
     assert store.committed(TRAINER) == CommittedState(None, None)
     batch = train(store, 1)
     commit(store, batch)
@@ -559,8 +540,7 @@ def test_commit_may_be_repeated_and_counts_once(tmp_path: Path) -> None:
     assert store.committed(TRAINER) == CommittedState(1, manifest(1))
 
 
-def test_commit_whose_digest_differs_from_the_bound_or_committed_batch_is_denied(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_commit_whose_digest_differs_from_the_bound_or_committed_batch_is_denied(store: Store) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -572,8 +552,7 @@ def test_commit_whose_digest_differs_from_the_bound_or_committed_batch_is_denied
     assert isinstance(store.commit(TRAINER, 2, manifest(2), batch.digest), Denied)  # nothing is bound to 2
 
 
-def test_trainer_is_fenced_by_the_managers_membership(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_trainer_is_fenced_by_the_managers_membership(store: Store) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -585,8 +564,7 @@ def test_trainer_is_fenced_by_the_managers_membership(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["committed", "batch"])
-def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path, word: str) -> None:
-    store = open_store(tmp_path)
+def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path, word: str, store: Store) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -599,8 +577,9 @@ def test_trainer_is_fenced_by_the_first_message_of_its_successor(tmp_path: Path,
     commit(store, batch, new)
 
 
-def test_fence_by_the_manager_holds_after_a_restart_before_a_new_membership_arrives(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_fence_by_the_manager_holds_after_a_restart_before_a_new_membership_arrives(
+    tmp_path: Path, store: Store
+) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -610,8 +589,7 @@ def test_fence_by_the_manager_holds_after_a_restart_before_a_new_membership_arri
     assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
 
 
-def test_next_trainer_can_finish_the_commit_of_its_predecessor(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_next_trainer_can_finish_the_commit_of_its_predecessor(store: Store) -> None:
     batch = train(store, 1)
     new = incarnation_of("trainer/0", 2)
     commit(store, batch, new)
@@ -661,8 +639,7 @@ def test_membership_of_one_member_fences_the_previous_gang(tmp_path: Path) -> No
 
 
 # ── retention ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_last_two_committed_batches_can_be_requested_again_and_older_ones_cannot(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_last_two_committed_batches_can_be_requested_again_and_older_ones_cannot(store: Store) -> None:
     batches = [train(store, n) for n in range(1, 5)]
     assert bind(store, 4) == batches[3]
     assert bind(store, 3) == batches[2]
@@ -686,8 +663,7 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         assert audit.made == audit.trained + audit.open
 
 
-def test_at_the_end_of_the_run_every_trajectory_is_trained_or_dropped(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_at_the_end_of_the_run_every_trajectory_is_trained_or_dropped(tmp_path: Path, store: Store) -> None:
     train(store, 1)
     generate(store)
     score(store)

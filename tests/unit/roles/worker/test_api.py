@@ -69,9 +69,7 @@ async def test_worker_starts_after_its_welcome(scene: Scene) -> None:
         assert not begun.is_set()
         manager.welcoming.set()
         await eventually(begun.is_set)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.REWARD)
-        await role.end()
+        await manager.dismiss(role, crew.REWARD)
 
 
 def test_worker_used_outside_of_its_with_block_raises_an_explanation(scene: Scene) -> None:
@@ -176,9 +174,7 @@ async def test_member_reports_the_replica_it_waits_for_beside_its_phase(scene: S
             Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.waits_for) == ("checkpoint", None)
         )
         gone_on.set()
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.TRAINER)
-        await role.end()
+        await manager.dismiss(role, crew.TRAINER)
 
 
 async def test_wait_for_a_service_outside_of_the_run_is_reported_until_it_ends(
@@ -207,9 +203,7 @@ async def test_wait_for_a_service_outside_of_the_run_is_reported_until_it_ends(
         second.set()
         await manager.wait_for(Heartbeat, reports("score", ""))
         over.set()
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.REWARD)
-        await role.end()
+        await manager.dismiss(role, crew.REWARD)
 
 
 def test_wait_lasts_until_the_last_thread_that_waits_has_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +273,7 @@ async def test_worker_reports_its_clock_with_heartbeats_and_when_it_leaves(
         )
         monkeypatch.setattr(connection, "CLOCK_REPORT_INTERVAL_S", 1e6)
         over.set()
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.REWARD)
-        await role.end()
+        await manager.dismiss(role, crew.REWARD)
         last = await manager.wait_for(ClockReport, lambda report: ("stopping", "") in clock_times(report))
     assert last.clock.done == 3
     reports = [message for message in manager.received if isinstance(message, ClockReport)]
@@ -331,13 +323,10 @@ async def test_commit_is_preceded_by_the_clock_and_waits_of_the_thread_at_work_a
                     saver.start()
                     saver.join(TIMEOUT_S)
 
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, work)
         await manager.wait_for(Committed, lambda message: message.step == 2)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.TRAINER)
-        await role.end()
+        await manager.dismiss(role, crew.TRAINER)
         index = {m.step: i for i, m in enumerate(manager.received) if isinstance(m, Committed)}
         first, second = manager.received[index[1] - 1], manager.received[index[2] - 1]
         assert isinstance(first, ClockReport)
@@ -405,8 +394,7 @@ async def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(sce
     heir = crew.incarnation_of("trainer/0", 2)
     store.update_membership([*crew.ALL[:-1], heir])
     me = scene.worker(heir)
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, lambda: list(me.batches(after=me.committed)))
         await manager.wait_for(Goodbye)
         commit = await manager.wait_for(Committed)
@@ -450,8 +438,7 @@ async def test_step_is_committed_in_another_thread_during_the_next_batch(scene: 
         files[0].write_bytes(b"bytes")
         me.commit(number, files, {"loss": 1.0}, {"another's": {"sha256": "00", "bytes": 3}})
 
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, work)
         await manager.wait_for(Goodbye)
         commits = [message for message in manager.received if isinstance(message, Committed)]
@@ -487,9 +474,7 @@ async def test_unreachable_store_does_not_end_other_roles(scene: Scene) -> None:
         async with scene.serve(store) as endpoint:
             manager.store_is(endpoint)
             await manager.send(crew.REWARD, manager.current)
-            await manager.wait_for(Goodbye)
-            await manager.stop(crew.REWARD)
-            await role.end()
+            await manager.dismiss(role, crew.REWARD)
     store.close()
 
 
@@ -514,12 +499,9 @@ async def test_rollout_that_leases_while_it_works_gets_each_trajectory_once(
         assert me.append([crew.segment(0), crew.segment(1, tokens=(5,))], [0]) == ()
         given.append([item.trajectory for item in me.lease(3)])
 
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, roll)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.ROLLOUT)
-        await role.end()
+        await manager.dismiss(role, crew.ROLLOUT)
     assert given == [[0, 1], [2], [3, 4, 5]]
     assert phases[:5] == ["wait_work", "between", "generate", "between", "wait_work"]
     store.close()
@@ -536,12 +518,9 @@ async def test_trajectory_leased_by_a_lost_answer_is_leased_again(scene: Scene) 
         me._connection.weights.offer(*_version(me))
         given.extend(item.trajectory for _ in range(2) for item in me.lease(2))
 
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, roll)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.ROLLOUT)
-        await role.end()
+        await manager.dismiss(role, crew.ROLLOUT)
     assert given == [0, 1, 2, 3]
     store.close()
 
@@ -565,12 +544,9 @@ async def test_lost_trajectory_is_forgotten_and_may_be_leased_again(scene: Scene
         crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # the answer gets lost
         results.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
 
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, roll)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.ROLLOUT)
-        await role.end()
+        await manager.dismiss(role, crew.ROLLOUT)
     assert results == [(0,), ((0, 1),)]
     store.close()
 
@@ -595,12 +571,9 @@ async def test_rollout_works_on_while_the_store_answers_its_append(scene: Scene)
         results.append(me.append([crew.segment(1, 1), crew.segment(2)], [2]))
         results.append(me._leased.ids)
 
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, roll)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.ROLLOUT)
-        await role.end()
+        await manager.dismiss(role, crew.ROLLOUT)
     assert results == [(False, 0), ((), [2, 3], 3), (), [1, 3]]
     store.close()
 
@@ -620,12 +593,9 @@ async def test_waiting_lease_gets_no_trajectory_that_an_append_has_leased(scene:
         results.append((len(items) in (3, 5), len(items) == len(set(items)), sorted(items) == me._leased.ids))
         results.append(me.append([crew.segment(trajectory) for trajectory in items], items))
 
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, roll)
-        await manager.wait_for(Goodbye)
-        await manager.stop(crew.ROLLOUT)
-        await role.end()
+        await manager.dismiss(role, crew.ROLLOUT)
     assert results == [(True, True, True), ()]
     store.close()
 
@@ -633,8 +603,7 @@ async def test_waiting_lease_gets_no_trajectory_that_an_append_has_leased(scene:
 async def test_nothing_is_leased_before_the_first_version_and_a_stop_ends_the_wait(scene: Scene) -> None:
     store, given = scene.open_store(), list[tuple[Item, ...]]()
     me = scene.worker(crew.ROLLOUT)
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, lambda: given.append(me.lease(2)))
         await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "wait_weights")
         await manager.stop(crew.ROLLOUT)
@@ -750,8 +719,7 @@ async def test_rollout_pulls_from_another_one_if_the_trainer_died_early(scene: S
     assert held is not None
     relay, late = scene.worker(crew.ROLLOUT), Receiver(me := scene.worker(crew.OTHER))
     over = threading.Event()
-    async with scene.manager() as manager, scene.serve(store) as endpoint:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         dead = WeightSource(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
         assert store.report_version(dead) is None
         relay._connection.weights.offer(
@@ -798,8 +766,7 @@ async def test_reward_role_reports_progress_while_it_scores_and_counts_each_item
     store = scene.open_store()
     complete = len(crew.generate(store))
     assert complete > 2
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = Role(reward.main)
         await manager.wait_for(Heartbeat, lambda heartbeat: (heartbeat.phase, heartbeat.done) == ("score", 1))
         sys.modules["task_of_test_worker"].go.set()
@@ -813,7 +780,8 @@ async def test_reward_role_reports_progress_while_it_scores_and_counts_each_item
     store.close()
 
 
-async def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene) -> None:
+@pytest.mark.parametrize("numpys", [False, True], ids=["failed", "scalars of numpy"])
+async def test_scores_not_reported_as_progress_count_when_they_are_posted(scene: Scene, numpys: bool) -> None:
     store = scene.open_store()
     complete = len(crew.generate(store))
     me = scene.worker(crew.REWARD)
@@ -821,31 +789,14 @@ async def test_scores_not_reported_as_progress_count_when_they_are_posted(scene:
     def score() -> None:
         work = next(me.scoring())
         me.progress(2)
-        for item in work.items:  # two items are reported before the first post, the others by their posts
-            work.post([], {item.trajectory: "no reason"})
-
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
-        role = scene.start(me, score)
-        heartbeat = await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
-        assert heartbeat.done == complete
-        await manager.stop(crew.REWARD)
-        await role.end()
-    store.close()
-
-
-async def test_scores_may_be_scalars_of_numpy(scene: Scene) -> None:
-    store = scene.open_store()
-    complete = len(crew.generate(store))
-    me = scene.worker(crew.REWARD)
-
-    def score() -> None:
-        work = next(me.scoring())
         reward: Any = numpy.float32(0.5)
-        work.post([Score(item.trajectory, reward, training=reward) for item in work.items])
+        for item in work.items:  # two items are reported before the first post, the others by their posts
+            if numpys:
+                work.post([Score(item.trajectory, reward, training=reward)])
+            else:
+                work.post([], {item.trajectory: "no reason"})
 
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, score)
         heartbeat = await manager.wait_for(Heartbeat, lambda heartbeat: heartbeat.phase == "stopping")
         assert heartbeat.done == complete

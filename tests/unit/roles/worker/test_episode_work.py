@@ -29,7 +29,7 @@ from rrl.roles.worker.episode_work import Episode
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually, lab
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
-from rrl.tests.support.roles.worker_scene import Manager, Scene, play
+from rrl.tests.support.roles.worker_scene import Manager, Scene
 from rrl.transport.messages import Heartbeat
 
 openai = pytest.importorskip("openai")
@@ -103,15 +103,14 @@ def play_program(scene: Scene, program: Program, then: Callable[[Played], Awaita
 
     async def story() -> None:
         store = open_agents_store(scene.at.run.store)
-        async with scene.serve(store) as endpoint, scene.manager() as manager:
-            manager.store_is(endpoint)
+        async with scene.manager_and(store) as manager:
             played, me = Played(store, manager), scene.worker(AGENTS)
             role = scene.start(me, lambda: program(me, played.reported))
             await then(played)
             await manager.stop(AGENTS)
             await role.end()
 
-    play(story)
+    asyncio.run(story())
 
 
 def records(scene: Scene, kind: type[_Record]) -> list[_Record]:

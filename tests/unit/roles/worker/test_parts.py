@@ -67,8 +67,7 @@ async def _play(
     def more(groups: int) -> None:
         asyncio.run_coroutine_threadsafe(score(groups), loop).result(TIMEOUT_S)
 
-    async with scene.serve(store) as endpoint, scene.manager() as manager:
-        manager.store_is(endpoint)
+    async with scene.manager_and(store) as manager:
         role = scene.start(me, lambda: work(more))
         await eventually(lambda: role.ended or any(isinstance(message, Goodbye) for message in manager.received))
         commits = [message for message in manager.received if isinstance(message, Committed)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.types import NewestVersion
 from rrl.roles.worker.weight_sources import WeightSources
@@ -9,6 +11,11 @@ from rrl.tests.support.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, i
 from rrl.transport.messages import Peer, Peers, WeightSource
 
 NEXT_TRAINER = incarnation_of("trainer/0", 2)
+
+
+@pytest.fixture
+def known() -> WeightSources:
+    return WeightSources()
 
 
 def weight_source(of: Incarnation, step: int, incarnation: int = 1) -> WeightSource:
@@ -24,14 +31,12 @@ def newest_version(*holders: WeightSource) -> NewestVersion:
     return NewestVersion(holders[0].version, holders)
 
 
-def test_no_version_is_pulled_without_any_report() -> None:
-    known = WeightSources()
+def test_no_version_is_pulled_without_any_report(known: WeightSources) -> None:
     assert known.newest is None
     assert known.sources() == ()
 
 
-def test_newer_version_of_the_store_keeps_the_managers_relays() -> None:
-    known = WeightSources()
+def test_newer_version_of_the_store_keeps_the_managers_relays(known: WeightSources) -> None:
     relay = weight_source(OTHER, 4)
     known.on_peers(peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), relay)))
     known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
@@ -39,8 +44,7 @@ def test_newer_version_of_the_store_keeps_the_managers_relays() -> None:
     assert known.sources() == (weight_source(TRAINER, 5), relay)
 
 
-def test_version_of_the_store_is_outdated_by_a_newer_one_of_the_manager() -> None:
-    known = WeightSources()
+def test_version_of_the_store_is_outdated_by_a_newer_one_of_the_manager(known: WeightSources) -> None:
     known.on_newest_version(newest_version(weight_source(TRAINER, 4), weight_source(OTHER, 4)))
     known.on_peers(
         peers(TRAINER, OTHER, newest=Version(6, 1), holders=(weight_source(TRAINER, 6), weight_source(OTHER, 5)))
@@ -49,8 +53,7 @@ def test_version_of_the_store_is_outdated_by_a_newer_one_of_the_manager() -> Non
     assert known.sources() == (weight_source(TRAINER, 6), weight_source(OTHER, 5))
 
 
-def test_trainer_known_to_the_store_only_replaces_its_predecessor() -> None:
-    known = WeightSources()
+def test_trainer_known_to_the_store_only_replaces_its_predecessor(known: WeightSources) -> None:
     known.on_peers(
         peers(TRAINER, OTHER, newest=Version(4, 1), holders=(weight_source(TRAINER, 4), weight_source(OTHER, 3)))
     )
@@ -59,17 +62,15 @@ def test_trainer_known_to_the_store_only_replaces_its_predecessor() -> None:
     assert known.sources() == (weight_source(NEXT_TRAINER, 5, 2), weight_source(OTHER, 3))
 
 
-def test_version_of_a_restarted_trainer_replaces_a_later_step_that_it_discarded() -> None:
-    known = WeightSources()
+def test_version_of_a_restarted_trainer_replaces_a_later_step_that_it_discarded(known: WeightSources) -> None:
     known.on_peers(peers(TRAINER, OTHER, newest=Version(8, 1), holders=(weight_source(OTHER, 8),)))
     known.on_newest_version(newest_version(weight_source(NEXT_TRAINER, 5, 2)))
     assert known.newest == Version(5, 2)
     assert known.sources() == (weight_source(OTHER, 8), weight_source(NEXT_TRAINER, 5, 2))
 
 
-def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
+def test_version_whose_only_source_is_fenced_is_not_pulled(known: WeightSources) -> None:
     """The trainer died right after it had published version 5, which no replica has. The others keep version 4."""
-    known = WeightSources()
     known.on_peers(peers(TRAINER, OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(TRAINER, 4),)))
     known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
     known.on_peers(peers(OTHER, ROLLOUT, newest=Version(4, 1), holders=(weight_source(OTHER, 4),)))
@@ -79,8 +80,7 @@ def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
     assert known.newest == Version(5, 1)
 
 
-def test_empty_report_of_a_restarted_store_changes_nothing() -> None:
-    known = WeightSources()
+def test_empty_report_of_a_restarted_store_changes_nothing(known: WeightSources) -> None:
     known.on_newest_version(newest_version(weight_source(TRAINER, 5)))
     known.on_newest_version(None)
     assert known.newest == Version(5, 1)

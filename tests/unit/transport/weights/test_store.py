@@ -25,6 +25,11 @@ SOON = 30.0
 V1, V2, V3 = Version(1, 1), Version(2, 1), Version(3, 1)
 
 
+@pytest.fixture
+def store() -> WeightStore:
+    return WeightStore()
+
+
 def made(version: Version, nbytes: int = 1000, chunk: int = 300) -> tuple[Manifest, memoryview]:
     flat = content(nbytes, seed=version.step)
     return described(version, flat, SECRET, chunk), flat
@@ -111,8 +116,7 @@ def test_inconsistent_signed_manifest_is_refused(change: str) -> None:
 
 
 # ── store ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_version_is_visible_only_once_it_is_complete() -> None:
-    store = WeightStore()
+def test_a_version_is_visible_only_once_it_is_complete(store: WeightStore) -> None:
     manifest, flat = made(V1)
     assert store.begin(manifest) == [0, 1, 2, 3]
     fill(store, manifest, flat, [0, 2])
@@ -130,8 +134,7 @@ def test_a_version_is_visible_only_once_it_is_complete() -> None:
     assert store.begin(manifest) == []
 
 
-def test_chunk_with_wrong_bytes_is_not_accepted() -> None:
-    store = WeightStore()
+def test_chunk_with_wrong_bytes_is_not_accepted(store: WeightStore) -> None:
     manifest, flat = made(V1)
     store.begin(manifest)
     store.span(V1, 0)[:] = flat[1:301]
@@ -139,8 +142,7 @@ def test_chunk_with_wrong_bytes_is_not_accepted() -> None:
     assert 0 in store.begin(manifest)
 
 
-def test_incomplete_version_is_dropped_when_another_begins() -> None:
-    store = WeightStore()
+def test_incomplete_version_is_dropped_when_another_begins(store: WeightStore) -> None:
     first, flat = made(V1)
     second, second_flat = made(V2)
     store.begin(first)
@@ -155,8 +157,7 @@ def test_incomplete_version_is_dropped_when_another_begins() -> None:
     assert store.begin(first) == [0, 1, 2, 3]
 
 
-def test_at_most_two_versions_are_in_memory_the_arriving_one_included() -> None:
-    store = WeightStore()
+def test_at_most_two_versions_are_in_memory_the_arriving_one_included(store: WeightStore) -> None:
     for version in (V1, V2, V3):
         store.offer(*made(version))
     assert store.versions() == (V2, V3)
@@ -168,8 +169,7 @@ def test_at_most_two_versions_are_in_memory_the_arriving_one_included() -> None:
     assert store.versions() == (Version(5, 1),)
 
 
-def test_newest_arrived_version_is_current_even_with_a_lower_step() -> None:
-    store = WeightStore()
+def test_newest_arrived_version_is_current_even_with_a_lower_step(store: WeightStore) -> None:
     store.offer(*made(V3))
     store.offer(*made(Version(2, 2)))
     current = store.current()
@@ -177,8 +177,7 @@ def test_newest_arrived_version_is_current_even_with_a_lower_step() -> None:
     assert current.manifest.version == Version(2, 2)
 
 
-def test_evicted_version_stays_valid_for_its_readers() -> None:
-    store = WeightStore()
+def test_evicted_version_stays_valid_for_its_readers(store: WeightStore) -> None:
     manifest, flat = made(V1)
     store.offer(manifest, memoryview(bytearray(flat)))
     held = store.get(V1)
@@ -190,8 +189,7 @@ def test_evicted_version_stays_valid_for_its_readers() -> None:
 
 
 # ── reads by other members ─────────────────────────────────────────────────────────────────────────────────────────
-def test_each_chunk_of_an_arriving_version_can_be_read_once_it_is_verified() -> None:
-    store = WeightStore()
+def test_each_chunk_of_an_arriving_version_can_be_read_once_it_is_verified(store: WeightStore) -> None:
     manifest, flat = made(V1)
     with store.awaiting(V1):
         with pytest.raises(NotReady):
@@ -212,8 +210,7 @@ def test_each_chunk_of_an_arriving_version_can_be_read_once_it_is_verified() -> 
             store.read(V1, range(900, 1001), "a")
 
 
-def test_version_that_is_no_longer_pulled_is_evicted() -> None:
-    store = WeightStore()
+def test_version_that_is_no_longer_pulled_is_evicted(store: WeightStore) -> None:
     manifest, flat = made(V1)
     with store.awaiting(V1):
         store.begin(manifest)
@@ -228,8 +225,7 @@ def test_version_that_is_no_longer_pulled_is_evicted() -> None:
             look()
 
 
-def test_version_newer_than_all_known_ones_is_awaited_and_an_older_one_is_not() -> None:
-    store = WeightStore()
+def test_version_newer_than_all_known_ones_is_awaited_and_an_older_one_is_not(store: WeightStore) -> None:
     with pytest.raises(VersionUnknown):
         store.manifest(V1)
     store.offer(*made(V2))
@@ -239,8 +235,7 @@ def test_version_newer_than_all_known_ones_is_awaited_and_an_older_one_is_not() 
         store.read(V3, range(1), "a")
 
 
-def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it() -> None:
-    store = WeightStore()
+def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it(store: WeightStore) -> None:
     manifest, flat = made(V1)
 
     async def test() -> None:
@@ -262,8 +257,7 @@ def test_waiting_reader_gets_a_part_as_soon_as_another_thread_has_verified_it() 
     asyncio.run(asyncio.wait_for(test(), SOON))
 
 
-def test_waiting_reader_fails_when_its_version_is_abandoned() -> None:
-    store = WeightStore()
+def test_waiting_reader_fails_when_its_version_is_abandoned(store: WeightStore) -> None:
 
     async def test() -> None:
         with store.awaiting(V1):
@@ -278,30 +272,21 @@ def test_waiting_reader_fails_when_its_version_is_abandoned() -> None:
 
 
 # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_version_being_read_stays_and_the_next_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", SOON)
-    store = WeightStore()
-    store.offer(*made(V1))
-    store.read(V1, range(300), "slow")
-    store.offer(*made(V2))
-    store.offer(*made(V3))
-    assert store.versions() == (V1, V3)
-    store.read(V1, range(300, 1000), "slow")  # the reader has the whole version now
-    store.offer(*made(Version(4, 1)))
-    assert store.versions() == (V3, Version(4, 1))
-
-
-def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_takes(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("sending", [False, True])
+def test_version_that_is_read_or_sent_however_long_that_takes_stays_and_the_next_is_evicted(
+    monkeypatch: pytest.MonkeyPatch, sending: bool
 ) -> None:
-    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(stores, "READER_IDLE_TIMEOUT_S", 0.0 if sending else SOON)
     store = WeightStore()
     store.offer(*made(V1))
     store.read(V1, range(300), "slow")
     store.offer(*made(V2))
     store.offer(*made(V3))
     assert store.versions() == (V1, V3)
-    store.on_sent("slow")
+    if sending:
+        store.on_sent("slow")
+    else:
+        store.read(V1, range(300, 1000), "slow")  # the reader has the whole version now
     store.offer(*made(Version(4, 1)))
     assert store.versions() == (V3, Version(4, 1))
 
@@ -326,8 +311,7 @@ def address(flat: memoryview) -> int:
     return id(flat.obj)
 
 
-def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists() -> None:
-    store = WeightStore()
+def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists(store: WeightStore) -> None:
     manifest, flat = made(V1)
     for version in (V1, V2):
         manifest, flat = made(version)
@@ -354,8 +338,7 @@ def test_memory_of_an_abandoned_version_is_reused_unless_a_view_of_it_exists() -
     assert held.flat == flat
 
 
-def test_publisher_reuses_the_memory_of_the_oldest_version() -> None:
-    store = WeightStore()
+def test_publisher_reuses_the_memory_of_the_oldest_version(store: WeightStore) -> None:
     places = []
     for step in range(1, 7):
         manifest, flat = made(Version(step, 1))
@@ -370,15 +353,13 @@ def test_publisher_reuses_the_memory_of_the_oldest_version() -> None:
     assert places == [*places[:2]] * 3
 
 
-def test_memory_of_another_size_is_not_used_again() -> None:
-    store = WeightStore()
+def test_memory_of_another_size_is_not_used_again(store: WeightStore) -> None:
     for step in range(1, 4):
         store.offer(described(Version(step, 1), content(1000 + step), SECRET, 300), store.allocate(1000 + step))
     assert store.allocate(10).nbytes == 10
 
 
-def test_concurrent_threads_that_offer_and_read_never_find_a_third_version() -> None:
-    store = WeightStore()
+def test_concurrent_threads_that_offer_and_read_never_find_a_third_version(store: WeightStore) -> None:
     many = [made(Version(step, 1)) for step in range(200)]
     counts: list[int] = []
 

@@ -22,6 +22,11 @@ from rrl.tests.support.cli.top import Top, allowing, managed, play
 
 
 @pytest.fixture
+def story() -> Story:
+    return allowing()
+
+
+@pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / "rrl-runs"
@@ -120,8 +125,7 @@ def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, mon
     play(scene, story.now, (200, 60))
 
 
-def test_run_screen_reports_a_folder_that_vanished(root: Path) -> None:
-    story = allowing()
+def test_run_screen_reports_a_folder_that_vanished(root: Path, story: Story) -> None:
     run = written(story, root)
 
     async def scene(top: Top) -> None:
@@ -163,8 +167,7 @@ def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_ask
     assert not asked.exists()
 
 
-def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    story = allowing()
+def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pytest.MonkeyPatch, story: Story) -> None:
     segment = written(story, root).journal / "000009-000001.seg"
     hangs, answers = threading.Event(), threading.Event()
 
@@ -192,8 +195,7 @@ def opened(story: Story, root: Path) -> RunDir:
     return managed(written(story, root))
 
 
-def test_run_shows_new_steps_as_they_are_recorded(root: Path) -> None:
-    story = allowing()
+def test_run_shows_new_steps_as_they_are_recorded(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -209,8 +211,7 @@ def test_run_shows_new_steps_as_they_are_recorded(root: Path) -> None:
     play(scene, story.now, opened=run)
 
 
-def test_enter_opens_a_replica_and_escape_goes_back(root: Path) -> None:
-    story = allowing()
+def test_enter_opens_a_replica_and_escape_goes_back(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -226,8 +227,7 @@ def test_enter_opens_a_replica_and_escape_goes_back(root: Path) -> None:
     play(scene, story.now, opened=run)
 
 
-def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
-    story = allowing()
+def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path, story: Story) -> None:
     run = opened(story, root)
     log = run.logs / f"{run.id}.rollout-1.1.log"
     log.write_text("".join(f"2026-11-20T09:00:{n:02}.000000Z line {n}\n" for n in range(60)))
@@ -244,8 +244,7 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path) -> None:
     play(scene, story.now, (100, 30), run)
 
 
-def test_explanation_is_that_of_rrl_explain(root: Path) -> None:
-    story = allowing()
+def test_explanation_is_that_of_rrl_explain(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -263,8 +262,7 @@ def commands(run: RunDir) -> list[Command]:
     return pending_commands(run)
 
 
-def test_restart_is_requested_only_once_it_is_confirmed(root: Path) -> None:
-    story = allowing()
+def test_restart_is_requested_only_once_it_is_confirmed(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -285,8 +283,7 @@ def test_restart_is_requested_only_once_it_is_confirmed(root: Path) -> None:
     assert (command.command, command.target) == ("restart", "rollout/1")
 
 
-def test_drain_takes_a_reason_and_names_what_moves(root: Path) -> None:
-    story = allowing()
+def test_drain_takes_a_reason_and_names_what_moves(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -306,8 +303,7 @@ def test_drain_takes_a_reason_and_names_what_moves(root: Path) -> None:
     assert (command.command, command.target, command.reason) == ("drain", "n1", "fan is loud")
 
 
-def test_fault_is_checked_described_and_then_confirmed(root: Path) -> None:
-    story = allowing()
+def test_fault_is_checked_described_and_then_confirmed(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:
@@ -359,8 +355,7 @@ def test_nothing_of_a_run_that_has_ended_can_be_changed(root: Path) -> None:
     assert commands(run) == []
 
 
-def test_request_that_fails_is_shown_with_its_reason(root: Path) -> None:
-    story = allowing()
+def test_request_that_fails_is_shown_with_its_reason(root: Path, story: Story) -> None:
     run = opened(story, root)
 
     async def scene(top: Top) -> None:

@@ -21,6 +21,11 @@ from rrl.health.detection.attribution.correlation import (
 )
 
 
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
 def on(
     node: str,
     cause: Cause = Cause.STORAGE,
@@ -64,8 +69,7 @@ class Run:
 FAIL, WARN = Verdict.FAIL, Verdict.WARN
 
 
-def test_different_mounts_are_different_shared_causes() -> None:
-    run = Run()
+def test_different_mounts_are_different_shared_causes(run: Run) -> None:
     run.finds(on("n1", component="/data"), on("n2", component="/scratch"))
     assert run.finds(on("n1", component="/data"), on("n2", component="/scratch"), after=SETTLE_S) == {
         "n1": FAIL,
@@ -73,8 +77,7 @@ def test_different_mounts_are_different_shared_causes() -> None:
     }
 
 
-def test_first_finding_of_a_shareable_cause_waits_for_other_nodes() -> None:
-    run = Run()
+def test_first_finding_of_a_shareable_cause_waits_for_other_nodes(run: Run) -> None:
     assert run.finds(on("n1")) == {"n1": WARN}
     assert run.next_check == run.now + SETTLE_S
     assert run.finds(on("n1"), after=SETTLE_S - 1.0) == {"n1": WARN}
@@ -93,23 +96,20 @@ def test_shared_cause_needs_a_fifth_of_the_nodes_and_at_least_two(nodes: int, ma
     assert "run" in enough.finds(*(on(f"n{i}") for i in range(many)))
 
 
-def test_two_nodes_failing_far_apart_have_no_shared_cause() -> None:
-    run = Run()
+def test_two_nodes_failing_far_apart_have_no_shared_cause(run: Run) -> None:
     run.finds(on("n1"))
     assert run.finds(on("n1"), after=SETTLE_S) == {"n1": FAIL}
     assert run.finds(on("n1"), on("n2"), after=WINDOW_S + 1.0)["n1"] is FAIL
     assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE_S)
 
 
-def test_recovered_node_still_counts_towards_its_shared_cause() -> None:
-    run = Run()
+def test_recovered_node_still_counts_towards_its_shared_cause(run: Run) -> None:
     run.finds(on("n1"))
     assert run.finds(after=10.0) == {}
     assert run.finds(on("n2"), after=10.0) == {"n2": WARN, "run": WARN}
 
 
-def test_late_findings_of_a_shared_cause_are_held_back_until_it_expires() -> None:
-    run = Run()
+def test_late_findings_of_a_shared_cause_are_held_back_until_it_expires(run: Run) -> None:
     run.finds(on("n1"), on("n2"))
     run.finds(after=5.0)
     assert run.finds(on("n3"), after=SHARED_CAUSE_LIFETIME_S / 2)["n3"] is WARN
@@ -139,13 +139,11 @@ def test_nodes_silent_at_once_are_held_back_for_a_while_and_only_once() -> None:
 
 
 @pytest.mark.parametrize("began", [(990.0, 990.0), (990.0, 970.0, 990.0), (990.0, 975.0, 960.0)])
-def test_one_or_two_silent_nodes_fail(began: tuple[float, ...]) -> None:
-    run = Run()
+def test_one_or_two_silent_nodes_fail(began: tuple[float, ...], run: Run) -> None:
     assert set(run.finds(*(lost(index, since) for index, since in enumerate(began))).values()) == {FAIL}
 
 
-def test_nodes_reported_down_are_not_held_back() -> None:
-    run = Run()
+def test_nodes_reported_down_are_not_held_back(run: Run) -> None:
     down = [lost(index, detector="node_down", proof=True) for index in range(3)]
     assert set(run.finds(*down).values()) == {FAIL}
     silent = [lost(index) for index in range(3, 6)]
@@ -187,8 +185,7 @@ def test_first_failed_rollout_is_held_back_while_all_others_are_suspected() -> N
     assert run.finds(stalls(0, since=985.0), *suspected, after=STALL_GRACE_S)["rollout/0"] is FAIL
 
 
-def test_excluded_node_does_not_hold_back_findings_indefinitely() -> None:
-    run = Run()
+def test_excluded_node_does_not_hold_back_findings_indefinitely(run: Run) -> None:
     both = (on("n1", Cause.GPU, "ecc"), on("n2", Cause.GPU, "ecc"))
     run.finds(both[0])
     run.context = replace(run.context, excluded={NodeName("n1")})
@@ -228,8 +225,7 @@ def test_fabric_or_storage_proof_on_most_nodes_blames_the_shared_cause(
     )
 
 
-def test_next_manager_restores_shared_causes_and_starts_of_failures() -> None:
-    run = Run()
+def test_next_manager_restores_shared_causes_and_starts_of_failures(run: Run) -> None:
     shared = (on("n1", component="/a:b"), on("n2", component="/a:b"))
     run.finds(*shared, on("n3", Cause.GPU, "ecc"))
     before = {one.key: one for one in run.published}
@@ -273,8 +269,7 @@ def silence(name: str, since: float) -> Finding:
     ],
     ids=["two", "one long before", "one gang"],
 )
-def test_workers_silent_independently_fail(began: dict[str, float]) -> None:
-    run = Run()
+def test_workers_silent_independently_fail(began: dict[str, float], run: Run) -> None:
     _without_heartbeats(run, began)
     first = next(iter(began))
     assert run.finds(silence(first, began[first])) == {first: FAIL}

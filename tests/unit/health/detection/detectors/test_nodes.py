@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import nextafter
 
+import pytest
+
 from rrl.core.launch import ExitReason
 from rrl.core.types import Incarnation, NodeName, Remedy
 from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
@@ -11,12 +13,16 @@ from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, 
 N1 = NodeName("n1")
 
 
+@pytest.fixture
+def trace() -> Trace:
+    return two_nodes()
+
+
 def two_nodes() -> Trace:
     return Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
 
 
-def test_further_readings_do_not_change_the_finding() -> None:
-    trace = two_nodes()
+def test_further_readings_do_not_change_the_finding(trace: Trace) -> None:
     trace.monitor.on_node_status(N1, "down", "first words", trace.now)
     found = trace.findings()
     trace.monitor.on_node_status(N1, "down", "other words", trace.now + 3)
@@ -30,15 +36,13 @@ def test_draining_and_unknown_nodes_have_no_finding() -> None:
         assert trace.found() == set()
 
 
-def test_node_is_trusted_again_after_two_good_readings() -> None:
-    trace = two_nodes()
+def test_node_is_trusted_again_after_two_good_readings(trace: Trace) -> None:
     for state, expected in (("down", 1), ("up", 1), ("down", 1), ("up", 1), ("unknown", 1), ("up", 0)):
         trace.monitor.on_node_status(N1, state, "", trace.now)
         assert len(trace.findings()) == expected, state
 
 
-def test_silent_agent_does_not_fail_if_its_whole_node_is_silent() -> None:
-    trace = two_nodes()
+def test_silent_agent_does_not_fail_if_its_whole_node_is_silent(trace: Trace) -> None:
     trace.heartbeat_missing.add(agent_of("n1"))
     trace.play(1.5 * LIMITS.silence)
     trace.heartbeat_missing |= set(ROLLOUTS[:2])
@@ -46,8 +50,7 @@ def test_silent_agent_does_not_fail_if_its_whole_node_is_silent() -> None:
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
-    trace = two_nodes()
+def test_replicas_that_ended_or_left_are_no_witnesses(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUTS[0], 1, None, ExitReason.EXITED, trace.now)
     trace.monitor.on_stop_requested(ROLLOUTS[1], trace.now)
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
@@ -55,8 +58,7 @@ def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
     assert trace.found() == {warn("node_lost", "n1"), fail("exit_record", ROLLOUTS[0])}
 
 
-def test_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
-    trace = two_nodes()
+def test_agent_that_exited_is_no_witness_of_a_lost_node(trace: Trace) -> None:
     trace.monitor.on_step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(15)
@@ -85,8 +87,7 @@ def test_starting_replica_does_not_prevent_the_loss_of_its_node() -> None:
     assert trace.found() == {fail("node_lost", "n1")}
 
 
-def test_node_stays_lost_after_its_replicas_and_agent_are_replaced() -> None:
-    trace = two_nodes()
+def test_node_stays_lost_after_its_replicas_and_agent_are_replaced(trace: Trace) -> None:
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
     found = trace.findings()
@@ -113,8 +114,7 @@ def test_replica_removed_before_a_node_falls_silent_is_no_witness() -> None:
     assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
 
 
-def test_removed_agent_is_ignored_once_its_node_sends_a_message() -> None:
-    trace = two_nodes()
+def test_removed_agent_is_ignored_once_its_node_sends_a_message(trace: Trace) -> None:
     trace.heartbeat_missing |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(20)
     trace.monitor.remove(agent_of("n1"))
@@ -124,8 +124,7 @@ def test_removed_agent_is_ignored_once_its_node_sends_a_message() -> None:
     assert trace.found() == set()
 
 
-def test_node_with_stopped_replicas_and_a_silent_agent_only_warns() -> None:
-    trace = two_nodes()
+def test_node_with_stopped_replicas_and_a_silent_agent_only_warns(trace: Trace) -> None:
     for incarnation in ROLLOUTS[:2]:
         trace.monitor.on_stop_requested(incarnation, trace.now)
         trace.monitor.remove(incarnation)
@@ -134,8 +133,7 @@ def test_node_with_stopped_replicas_and_a_silent_agent_only_warns() -> None:
     assert trace.found() == {warn("node_lost", "n1")}
 
 
-def test_proof_about_a_replica_is_kept_on_a_failed_node() -> None:
-    trace = two_nodes()
+def test_proof_about_a_replica_is_kept_on_a_failed_node(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUTS[0], None, 9, ExitReason.SIGNALED, trace.now)
     trace.monitor.on_node_status(N1, "down", "", trace.now)
     trace.heartbeat_missing |= {agent_of("n1"), ROLLOUTS[1]}

@@ -38,6 +38,11 @@ from rrl.tests.support.health.traces import (
 )
 
 
+@pytest.fixture
+def trace() -> Trace:
+    return generating()
+
+
 def generating(probes: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
     """Return a trace of two rollouts that generate tokens, with a baseline of one token per second.
 
@@ -63,8 +68,7 @@ def stop_heartbeats(trace: Trace, load: tuple[float, float | None, float | None]
 
 
 # ── replicas that do not fail ────────────────────────────────────────────────────────────────────────────────────────
-def test_replica_waiting_for_a_tool_answers_probes_and_has_no_finding() -> None:
-    trace = generating()
+def test_replica_waiting_for_a_tool_answers_probes_and_has_no_finding(trace: Trace) -> None:
     stop_heartbeats(trace, IDLE)
     for _ in range(1800):
         trace.play(1)
@@ -96,8 +100,7 @@ def test_probe_of_a_first_pass_is_not_overdue_when_the_first_tokens_come() -> No
     assert trace.found() == set()
 
 
-def test_loads_that_show_spinning_may_arrive_after_the_probe() -> None:
-    trace = generating()
+def test_loads_that_show_spinning_may_arrive_after_the_probe(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, BUSY)
     trace.play(14)
@@ -115,8 +118,7 @@ def test_replica_with_tokens_under_an_earlier_manager_has_no_first_pass() -> Non
     assert until_found(trace, 400) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
-def test_replica_without_probe_handler_is_probed_once_and_judged_by_time() -> None:
-    trace = generating()
+def test_replica_without_probe_handler_is_probed_once_and_judged_by_time(trace: Trace) -> None:
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
     stop_heartbeats(trace, IDLE)
     last = trace.now
@@ -128,8 +130,7 @@ def test_replica_without_probe_handler_is_probed_once_and_judged_by_time() -> No
     assert [incarnation for _, incarnation in trace.probed_at] == [ROLLOUT]
 
 
-def test_phase_limit_applies_even_if_probes_are_answered() -> None:
-    trace = generating()
+def test_phase_limit_applies_even_if_probes_are_answered(trace: Trace) -> None:
     stop_heartbeats(trace, IDLE)
     last = trace.now
     trace.play(PHASES["generate"].longest - 1)
@@ -139,8 +140,7 @@ def test_phase_limit_applies_even_if_probes_are_answered() -> None:
     assert trace.now - last == PHASES["generate"].longest
 
 
-def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None:
-    trace = generating()
+def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase(trace: Trace) -> None:
     trace.answers = {ROLLOUT: NO_PROBE_HANDLER}
     stop_heartbeats(trace, IDLE)
     trace.play(60)
@@ -151,8 +151,7 @@ def test_replica_with_a_late_probe_handler_is_probed_in_its_next_phase() -> None
     assert until_found(trace, 100) <= EARLY_PROBE_S + IDLE_ANSWER_SHARE * LIMITS.probe + 4
 
 
-def test_busy_replica_without_answer_fails_after_the_longest_prefill() -> None:
-    trace = generating()
+def test_busy_replica_without_answer_fails_after_the_longest_prefill(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, BUSY)
     assert until_found(trace, 500) == LIMITS.suspect + BUSY_ANSWER_FACTOR * LIMITS.probe
@@ -195,8 +194,7 @@ def test_replica_waiting_in_a_thread_without_probe_handler_does_not_fail(
     assert len(trace.probed_at) <= MAX_WAIT_PROBES + 1, "a waiting replica is probed without end"
 
 
-def test_network_loss_of_5_s_causes_no_failure_by_a_late_answer() -> None:
-    trace = generating()
+def test_network_loss_of_5_s_causes_no_failure_by_a_late_answer(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 3)
@@ -212,8 +210,7 @@ def test_network_loss_of_5_s_causes_no_failure_by_a_late_answer() -> None:
     assert trace.found() == set()
 
 
-def test_unanswered_probe_is_sent_again() -> None:
-    trace = generating()
+def test_unanswered_probe_is_sent_again(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 3)
@@ -224,8 +221,7 @@ def test_unanswered_probe_is_sent_again() -> None:
     assert trace.found() == set()
 
 
-def test_replica_without_heartbeats_does_not_fail_by_a_missing_answer() -> None:
-    trace = generating()
+def test_replica_without_heartbeats_does_not_fail_by_a_missing_answer(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 4)
@@ -236,8 +232,7 @@ def test_replica_without_heartbeats_does_not_fail_by_a_missing_answer() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
-def test_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
-    trace = generating()
+def test_silent_agent_is_no_evidence_that_its_rollouts_are_idle(trace: Trace) -> None:
     stop_heartbeats(trace, None)
     trace.heartbeat_missing.add(agent_of("n1"))
     trace.answers = {ROLLOUT: None}
@@ -262,8 +257,7 @@ def test_restarted_agent_leaves_a_gap_without_idleness() -> None:
     assert trace.probed_at == [], "idle times before and after the gap were added up"
 
 
-def test_probe_answered_after_new_tokens_is_ignored() -> None:
-    trace = generating()
+def test_probe_answered_after_new_tokens_is_ignored(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 4)
@@ -289,8 +283,7 @@ def test_phases_with_users_code_or_without_progress_are_not_probed(phase: str) -
     assert trace.probed_at == []
 
 
-def test_replica_blocked_by_the_store_is_not_probed() -> None:
-    trace = generating()
+def test_replica_blocked_by_the_store_is_not_probed(trace: Trace) -> None:
     trace.node("n3", STORE, phase="serve")
     stop_heartbeats(trace, IDLE)
     trace.waiting[ROLLOUT] = STORE.replica
@@ -310,8 +303,7 @@ def test_reward_role_waiting_for_a_slow_remote_judge_is_healthy() -> None:
     assert trace.found() == {fail("no_progress", REWARD)}
 
 
-def test_restarted_manager_probes_again_and_ignores_earlier_probes() -> None:
-    trace = generating()
+def test_restarted_manager_probes_again_and_ignores_earlier_probes(trace: Trace) -> None:
     trace.answers = {ROLLOUT: None}
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 10)
@@ -343,8 +335,7 @@ def test_time_of_the_next_probe_is_a_time_of_evaluation() -> None:
     assert due_probes(trace.monitor, limits, again) == []
 
 
-def test_fenced_incarnation_is_not_probed_and_its_answers_are_ignored() -> None:
-    trace = generating()
+def test_fenced_incarnation_is_not_probed_and_its_answers_are_ignored(trace: Trace) -> None:
     second = Incarnation(ReplicaId(ROLLOUT.replica), 2)
     stop_heartbeats(trace, IDLE)
     trace.play(EARLY_PROBE_S + 2)

@@ -28,6 +28,11 @@ from rrl.tests.support.health.traces import (
 )
 
 
+@pytest.fixture
+def trace() -> Trace:
+    return one_rollout()
+
+
 def before(moment: float) -> float:
     return nextafter(moment, 0.0)
 
@@ -48,9 +53,8 @@ def one_rollout(phase: str = "generate") -> Trace:
     ],
 )
 def test_exit_record_is_proof_at_once(
-    code: int | None, signal: int | None, reason: ExitReason, detail: str, text: str
+    code: int | None, signal: int | None, reason: ExitReason, detail: str, text: str, trace: Trace
 ) -> None:
-    trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, code, signal, reason, trace.now, detail=detail)
     finding = trace.only()
     assert fail("exit_record", ROLLOUT) in trace.found()
@@ -58,8 +62,7 @@ def test_exit_record_is_proof_at_once(
     assert finding.evidence[0].text == text
 
 
-def test_foreign_signal_fails_after_the_cluster_could_report_a_preemption() -> None:
-    trace = one_rollout()
+def test_foreign_signal_fails_after_the_cluster_could_report_a_preemption(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUT, None, 15, ExitReason.STOPPED, trace.now)
     assert trace.findings() == []
     finding = trace.only(trace.now + 4 * LIMITS.heartbeat)
@@ -75,16 +78,16 @@ def test_exit_after_a_stop_request_is_no_failure() -> None:
         assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
 
 
-def test_nonzero_exit_code_after_a_stop_request_is_a_warning() -> None:
-    trace = one_rollout()
+def test_nonzero_exit_code_after_a_stop_request_is_a_warning(trace: Trace) -> None:
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.monitor.on_step_ended(ROLLOUT, 3, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {warn("exit_record", ROLLOUT)}
 
 
 @pytest.mark.parametrize(("code", "signal"), [(0, None), (3, None), (None, 9)])
-def test_end_without_a_stop_request_fails_even_after_goodbye(code: int | None, signal: int | None) -> None:
-    trace = one_rollout()
+def test_end_without_a_stop_request_fails_even_after_goodbye(
+    code: int | None, signal: int | None, trace: Trace
+) -> None:
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
     trace.play(4)
@@ -92,15 +95,13 @@ def test_end_without_a_stop_request_fails_even_after_goodbye(code: int | None, s
     assert trace.only().proof
 
 
-def test_witnessed_end_without_a_stop_request_fails_even_after_goodbye() -> None:
-    trace = one_rollout()
+def test_witnessed_end_without_a_stop_request_fails_even_after_goodbye(trace: Trace) -> None:
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
 
 
-def test_exit_code_0_waits_for_a_report_that_the_run_is_complete() -> None:
-    trace = one_rollout()
+def test_exit_code_0_waits_for_a_report_that_the_run_is_complete(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUT, 0, None, ExitReason.EXITED, trace.now)
     due = trace.now + 4 * LIMITS.heartbeat
     assert trace.found(before(due)) == set()
@@ -120,9 +121,8 @@ def test_exit_code_0_waits_for_a_report_that_the_run_is_complete() -> None:
     ],
 )
 def test_only_a_program_that_returns_by_itself_is_a_clean_exit(
-    code: int | None, signal: int | None, reason: ExitReason, flags: tuple[Flag, ...]
+    code: int | None, signal: int | None, reason: ExitReason, flags: tuple[Flag, ...], trace: Trace
 ) -> None:
-    trace = one_rollout()
     trace.monitor.on_step_ended(ROLLOUT, code, signal, reason, trace.now)
     assert trace.only(trace.now + 4 * LIMITS.heartbeat).flags == flags
 
@@ -147,16 +147,14 @@ def test_exception_of_an_ended_process_is_carried_and_replaces_the_last_line() -
 
 
 @pytest.mark.parametrize("reason", [ExitReason.FENCED, ExitReason.NOT_ADMITTED])
-def test_exit_record_of_a_rejected_second_step_is_ignored(reason: ExitReason) -> None:
-    trace = one_rollout()
+def test_exit_record_of_a_rejected_second_step_is_ignored(reason: ExitReason, trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUT, 1, None, reason, trace.now)
     assert trace.found() == set()
     trace.monitor.on_step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
-def test_witnessed_end_is_proof_and_an_exit_record_replaces_it() -> None:
-    trace = one_rollout()
+def test_witnessed_end_is_proof_and_an_exit_record_replaces_it(trace: Trace) -> None:
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
     assert trace.only().proof
@@ -164,8 +162,7 @@ def test_witnessed_end_is_proof_and_an_exit_record_replaces_it() -> None:
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
-def test_witnessed_end_after_a_stop_request_is_no_failure() -> None:
-    trace = one_rollout()
+def test_witnessed_end_after_a_stop_request_is_no_failure(trace: Trace) -> None:
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.monitor.on_step_gone(ROLLOUT, trace.now)
     assert trace.found() == set()
@@ -176,8 +173,7 @@ def test_witnessed_end_after_a_stop_request_is_no_failure() -> None:
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
-    trace = one_rollout()
+def test_silent_worker_with_cpu_load_has_three_times_the_limit(trace: Trace) -> None:
     trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
     trace.play(6)
     last = trace.now
@@ -190,16 +186,14 @@ def test_silent_worker_with_cpu_load_has_three_times_the_limit() -> None:
     assert trace.now == last + CPU_ACTIVE_SILENCE_FACTOR * LIMITS.silence
 
 
-def test_silence_after_goodbye_is_expected() -> None:
-    trace = one_rollout()
+def test_silence_after_goodbye_is_expected(trace: Trace) -> None:
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(PHASES["stopping"].longest - 1)
     assert trace.found() == set()
 
 
-def test_worker_that_a_command_starts_after_the_goodbye_of_another_one_must_not_be_silent() -> None:
-    trace = one_rollout()
+def test_worker_that_a_command_starts_after_the_goodbye_of_another_one_must_not_be_silent(trace: Trace) -> None:
     trace.monitor.on_goodbye(ROLLOUT, trace.now)
     trace.monitor.on_hello(ROLLOUT, NodeName("n1"), "stopping", trace.now)  # the first worker connects again
     trace.heartbeat_missing.add(ROLLOUT)
@@ -210,16 +204,14 @@ def test_worker_that_a_command_starts_after_the_goodbye_of_another_one_must_not_
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
-def test_silence_after_a_stop_request_is_expected() -> None:
-    trace = one_rollout()
+def test_silence_after_a_stop_request_is_expected(trace: Trace) -> None:
     trace.monitor.on_stop_requested(ROLLOUT, trace.now)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(5000)
     assert trace.found() == set()
 
 
-def test_worker_silent_with_its_whole_node_is_unknown() -> None:
-    trace = one_rollout()
+def test_worker_silent_with_its_whole_node_is_unknown(trace: Trace) -> None:
     trace.play(5.0)
     trace.monitor.on_agent_message(
         NodeName("n1"), agent_of("n1"), trace.now + 0.9
@@ -327,8 +319,7 @@ def test_step_reported_running_long_ago_has_no_extra_time() -> None:
     assert trace.found() == {fail("never_joined", ROLLOUT)}
 
 
-def test_running_step_is_neither_joined_nor_responsive() -> None:
-    trace = one_rollout()
+def test_running_step_is_neither_joined_nor_responsive(trace: Trace) -> None:
     trace.heartbeat_missing.add(ROLLOUT)
     alive(trace, 10)
     assert trace.found() == {fail("worker_silence", ROLLOUT)}
@@ -337,8 +328,7 @@ def test_running_step_is_neither_joined_nor_responsive() -> None:
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_progress_needs_three_heartbeats_that_show_it() -> None:
-    trace = one_rollout()
+def test_no_progress_needs_three_heartbeats_that_show_it(trace: Trace) -> None:
     trace.play(20)
     trace.heartbeat_missing.add(ROLLOUT)
     trace.play(PHASES["generate"].shortest)
@@ -469,8 +459,7 @@ def test_restart_gives_full_grace_and_ignores_earlier_silence() -> None:
     assert warn("suspected", ROLLOUTS[1]) in trace.found()
 
 
-def test_proof_is_kept_through_a_restart() -> None:
-    trace = one_rollout()
+def test_proof_is_kept_through_a_restart(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     trace.monitor.restart(trace.now + 5)
     assert trace.found() == {fail("exit_record", ROLLOUT)}

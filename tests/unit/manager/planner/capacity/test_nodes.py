@@ -23,6 +23,11 @@ R0, R1 = ROLLOUTS
 HOUR = 3600.0
 
 
+@pytest.fixture
+def w() -> Nodes:
+    return world()
+
+
 def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **recovery: object) -> Nodes:
     settings = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
     made = Nodes(job(spares=spares, steps=1000, recovery=settings), nodes, may)
@@ -31,8 +36,7 @@ def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **reco
 
 
 # ── drains ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason() -> None:
-    w = world()
+def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason(w: Nodes) -> None:
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
@@ -42,26 +46,26 @@ def test_node_with_a_hardware_fault_is_drained_once_with_run_and_reason() -> Non
     assert w.tags(Drain, Undrain) == [f"{node}!drain"]
 
 
-@pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER])
-def test_finding_about_a_process_neither_drains_nor_excludes_a_node(cause: Cause) -> None:
-    w = world()
-    w.exclude(w.node_of(R0), cause)
-    w.wait(30.0)
-    assert not w.tags(Exclude, Drain, Fence)
-
-
-@pytest.mark.parametrize("remedy", [Remedy.NONE, Remedy.RESTART])
-def test_finding_that_allows_use_leaves_the_node_in_use(remedy: Remedy) -> None:
-    w = world()
-    w.exclude(w.node_of(R0), Cause.GPU, remedy=remedy)
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        *((cause, Remedy.DRAIN) for cause in (Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER)),
+        *((Cause.GPU, remedy) for remedy in (Remedy.NONE, Remedy.RESTART)),
+    ],
+)
+def test_finding_about_a_process_or_that_allows_use_leaves_the_node_in_use(
+    cause: Cause, remedy: Remedy, w: Nodes
+) -> None:
+    w.exclude(w.node_of(R0), cause, remedy=remedy)
     w.wait(30.0)
     assert not w.tags(Exclude, Drain, Fence)
 
 
 @pytest.mark.parametrize("remedy", [Remedy.RESET_GPU, Remedy.REBOOT, Remedy.DRAIN, Remedy.SUPPORT, Remedy.EXCLUDE])
 @pytest.mark.parametrize("cause", [Cause.GPU, Cause.FABRIC, Cause.STORAGE, Cause.NODE])
-def test_node_with_a_hardware_remedy_is_left_and_drained_and_only_its_role_moves(cause: Cause, remedy: Remedy) -> None:
-    w = world()
+def test_node_with_a_hardware_remedy_is_left_and_drained_and_only_its_role_moves(
+    cause: Cause, remedy: Remedy, w: Nodes
+) -> None:
     node, before = w.node_of(R0), w.incarnations()
     w.exclude(node, cause, remedy=remedy)
     w.play(w.works)
@@ -70,8 +74,7 @@ def test_node_with_a_hardware_remedy_is_left_and_drained_and_only_its_role_moves
     assert w.incarnations() == before | {R0: before[R0] + 1}
 
 
-def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own() -> None:
-    w = world()
+def test_findings_of_two_gpus_are_separate_and_one_clears_only_its_own(w: Nodes) -> None:
     node = w.node_of(R0)
     for part in ("GPU-1", "GPU-2"):
         w.exclude(node, Cause.GPU, verdict=Verdict.WARN, component=part)
@@ -189,8 +192,7 @@ def test_nothing_is_drained_if_disabled_or_without_slurm() -> None:
 
 
 @pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.DRAINING])
-def test_node_already_drained_or_down_is_not_drained_again(state: NodeState) -> None:
-    w = world()
+def test_node_already_drained_or_down_is_not_drained_again(state: NodeState, w: Nodes) -> None:
     node = w.node_of(R0)
     w.happen(ev.NodeChanged(node, NodeStatus(state, "DOWN: bad fan")))
     w.exclude(node, Cause.NODE)
@@ -225,8 +227,7 @@ def test_drain_refused_while_the_node_was_down_is_tried_again_once_it_is_back() 
 
 
 # ── releases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_excluded_pool_node_is_released_once_drained_while_the_others_stay() -> None:
-    w = world()
+def test_excluded_pool_node_is_released_once_drained_while_the_others_stay(w: Nodes) -> None:
     node, before = w.node_of(R0), w.incarnations()
     w.exclude(node, Cause.GPU)
     w.play(w.works).wait(30.0)
@@ -278,8 +279,7 @@ def test_node_being_released_gets_no_replica_even_if_a_user_undrains_it(later: f
     assert w.state.replica(replica_id(AGENT, node)).incarnation_number == 1
 
 
-def test_orphan_steps_on_a_released_node_are_forgotten() -> None:
-    w = world()
+def test_orphan_steps_on_a_released_node_are_forgotten(w: Nodes) -> None:
     w.slow_to_stop = float("inf")
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)
@@ -288,8 +288,7 @@ def test_orphan_steps_on_a_released_node_are_forgotten() -> None:
     assert [orphan.node for orphan in w.state.orphan_steps.values()] == []
 
 
-def test_node_that_slurm_cannot_release_stays_and_is_not_tried_again() -> None:
-    w = world()
+def test_node_that_slurm_cannot_release_stays_and_is_not_tried_again(w: Nodes) -> None:
     w.shrinks = "Slurm does not shrink job 7"
     w.exclude(w.node_of(R0), Cause.GPU)
     w.play(w.works).wait(600.0)
@@ -463,8 +462,7 @@ def test_requests_exclude_bad_nodes_and_have_the_remaining_walltime() -> None:
 
 
 # ── user commands ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged() -> None:
-    w = world()
+def test_replicas_on_a_node_to_be_drained_move_first_and_uncharged(w: Nodes) -> None:
     node, before = w.node_of(R0), w.incarnations()
     w.send_command("drain", node, "fan is loud")
     w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
@@ -507,8 +505,7 @@ def test_node_to_be_drained_is_drained_even_without_a_replacement() -> None:
     assert w.state.finish is None
 
 
-def test_already_drained_node_is_only_excluded_on_a_users_request() -> None:
-    w = world()
+def test_already_drained_node_is_only_excluded_on_a_users_request(w: Nodes) -> None:
     node = w.node_of(R0)
     w.happen(ev.NodeChanged(node, NodeStatus(NodeState.DRAINING, "MIXED+DRAIN: bad fan")))
     assert w.node_of(R0) == node
@@ -542,8 +539,7 @@ def test_node_drained_by_a_user_is_readmitted_only_by_a_user() -> None:
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
 
 
-def test_user_may_undrain_a_node_against_any_proof() -> None:
-    w = world()
+def test_user_may_undrain_a_node_against_any_proof(w: Nodes) -> None:
     w.shrinks = "no"
     node = w.node_of(R0)
     w.record(lost(node, w.now))
@@ -584,8 +580,7 @@ def test_refused_drain_by_a_user_excludes_the_node_and_leaves_a_request() -> Non
     assert w.node_of(R0) != node
 
 
-def test_excluded_node_is_drained_on_a_users_request() -> None:
-    w = world()
+def test_excluded_node_is_drained_on_a_users_request(w: Nodes) -> None:
     node = w.node_of(R0)
     w.exclude(node, Cause.SOFTWARE)
     w.play(w.works).wait(5.0)
@@ -596,8 +591,7 @@ def test_excluded_node_is_drained_on_a_users_request() -> None:
 
 
 @pytest.mark.parametrize("order", ["drain", "undrain"])
-def test_command_about_a_foreign_node_changes_nothing(order: str) -> None:
-    w = world()
+def test_command_about_a_foreign_node_changes_nothing(order: str, w: Nodes) -> None:
     before = w.state
     w.send_command(order, NodeName("n99"))
     assert msgspec.structs.replace(w.state, seq=before.seq, handled_commands=before.handled_commands) == before
@@ -611,8 +605,7 @@ def test_next_manager_continues_pending_node_commands() -> None:
     assert state.node_commands == {node: ("drain", "anna")}
 
 
-def test_drain_reasons_are_short_and_plain() -> None:
-    w = world()
+def test_drain_reasons_are_short_and_plain(w: Nodes) -> None:
     node = w.node_of(R0)
     w.send_command("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
     w.play(lambda: bool(w.drains))
@@ -652,8 +645,7 @@ def test_drained_or_readmitted_node_is_not_reported_to_administrators() -> None:
         assert summarize(w.events).drain_requests == []
 
 
-def test_run_ends_only_after_pending_drains_are_settled() -> None:
-    w = world()
+def test_run_ends_only_after_pending_drains_are_settled(w: Nodes) -> None:
     w.unanswered = True
     node = w.node_of(R0)
     w.exclude(node, Cause.GPU)

@@ -31,6 +31,11 @@ n7 is a spare.
 SMALL = gang_job(2, 1, standbys=1)
 
 
+@pytest.fixture
+def world() -> World:
+    return World(SMALL).steady().warmed()
+
+
 def standby(node: NodeName, incarnation: int = 1) -> Incarnation:
     return Incarnation(replica_id(STANDBY_ROLE, node), incarnation)
 
@@ -151,8 +156,7 @@ def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> N
     assert world.state.intents == {}
 
 
-def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
-    world = World(SMALL).steady().warmed()
+def test_promoted_standby_is_replaced_only_after_the_next_commit(world: World) -> None:
     world.kill(M1)
     world.steady().wait(100.0)
     assert world.ready_standbys() == {N6: 1, N7: 1}
@@ -162,12 +166,11 @@ def test_promoted_standby_is_replaced_only_after_the_next_commit() -> None:
     assert [str(launch.incarnation) for launch in launches(world)][-2:] == [str(standby(N2, 2)), str(standby(N3, 2))]
 
 
-def test_promoted_member_is_treated_like_any_other() -> None:
+def test_promoted_member_is_treated_like_any_other(world: World) -> None:
     """The member is fenced with its step, which is stopped as an orphan step.
 
     Reports of the step count as reports of the member.
     """
-    world = World(SMALL).steady().warmed()
     world.kill(M1)
     world.steady().warmed()
     step = world.state.replica(M0).step
@@ -182,8 +185,7 @@ def test_promoted_member_is_treated_like_any_other() -> None:
 
 
 # ── failed promotions ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_standby_dead_at_promotion_restarts_the_gang() -> None:
-    world = World(SMALL).steady().warmed()
+def test_standby_dead_at_promotion_restarts_the_gang(world: World) -> None:
     world.vanish(standby(N3).replica)
     world.kill(M0)
     world.steady()
@@ -195,8 +197,7 @@ def test_standby_dead_at_promotion_restarts_the_gang() -> None:
     assert world.state.intents == {}
 
 
-def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> None:
-    world = World(SMALL).steady().warmed()
+def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped(world: World) -> None:
     world.unresponsive = {N3}
     world.kill(M0)
     killed = world.now
@@ -210,8 +211,7 @@ def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> N
     assert world.state.intents == {}
 
 
-def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted() -> None:
-    world = World(SMALL).steady().warmed()
+def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted(world: World) -> None:
     world.vanish(standby(N3).replica)
     world.kill(M0)
     world.play(lambda: any(isinstance(s.event, ev.IntentSettled) and not s.event.ok for s in world.events))
@@ -227,8 +227,7 @@ def test_rejected_promotion_leaves_the_members_orphan_and_the_member_wanted() ->
     assert step not in state.intents
 
 
-def test_outdated_standby_is_stopped_and_the_member_starts_uncharged() -> None:
-    world = World(SMALL).steady().warmed()
+def test_outdated_standby_is_stopped_and_the_member_starts_uncharged(world: World) -> None:
     before, waiting = world.state.replica(M1), standby(N3)
     launch = Launch(
         Incarnation(M1, 2), tag_of(RUN, waiting), before.allocation or "", N3, Why(("trainer/0.1 is wanted",)), waiting
@@ -241,8 +240,7 @@ def test_outdated_standby_is_stopped_and_the_member_starts_uncharged() -> None:
     assert launch.tag in after.orphan_steps
 
 
-def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
-    world = World(SMALL).steady().warmed()
+def test_node_lost_during_a_promotion_leaves_no_open_intent(world: World) -> None:
     world.unresponsive = {N3}
     world.kill(M0)
     world.wait(0.5)
@@ -254,8 +252,7 @@ def test_node_lost_during_a_promotion_leaves_no_open_intent() -> None:
 
 
 # ── promotion on other nodes ─────────────────────────────────────────────────────────────────────────────────────────
-def test_member_of_a_lost_node_is_promoted_on_a_spare() -> None:
-    world = World(SMALL).steady().warmed()
+def test_member_of_a_lost_node_is_promoted_on_a_spare(world: World) -> None:
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
@@ -353,8 +350,7 @@ def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
 
 
 # ── standby processes are not replicas ───────────────────────────────────────────────────────────────────────────────
-def test_standbys_occupy_no_node_and_do_not_count_as_replicas() -> None:
-    world = World(SMALL).steady().warmed()
+def test_standbys_occupy_no_node_and_do_not_count_as_replicas(world: World) -> None:
     assert not any(replica.role == STANDBY_ROLE for replica in world.state.workers)
     inventory = NodeInventory(world.state, world.now)
     assert all(id.role != STANDBY_ROLE for occupants in inventory.occupancy().values() for id in occupants)
@@ -377,8 +373,7 @@ def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1, N7: 1}  # the failures are older than the window
 
 
-def test_failed_standby_affects_no_replica() -> None:
-    world = World(SMALL).steady().warmed()
+def test_failed_standby_affects_no_replica(world: World) -> None:
     world.kill(standby(N2).replica)
     world.wait(20.0)
     assert world.ready_standbys()[N2] == 1
@@ -386,8 +381,7 @@ def test_failed_standby_affects_no_replica() -> None:
     assert rungs(world) == [Rung.IN_PLACE]
 
 
-def test_lost_spare_takes_its_standby_with_it() -> None:
-    world = World(SMALL).steady().warmed()
+def test_lost_spare_takes_its_standby_with_it(world: World) -> None:
     world.lose_node(N7)
     world.wait(60.0)
     assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1}
@@ -395,8 +389,7 @@ def test_lost_spare_takes_its_standby_with_it() -> None:
     assert set(world.incarnations().values()) == {1}
 
 
-def test_standbys_do_not_delay_the_end_and_leave_nothing() -> None:
-    world = World(SMALL).steady().warmed()
+def test_standbys_do_not_delay_the_end_and_leave_nothing(world: World) -> None:
     world.commit(9)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)

@@ -31,6 +31,11 @@ n6 and all later nodes are spares.
 CALM = Recovery(breaker=0.9)
 
 
+@pytest.fixture
+def world() -> World:
+    return World(small()).steady().warmed()
+
+
 def small(**more: object) -> RunSpec:
     return gang_job(1, 1, **{"engines": True, "recovery": CALM, **more})  # type: ignore[arg-type]
 
@@ -237,8 +242,7 @@ def test_standby_on_an_expiring_allocation_is_stopped() -> None:
 
 
 # ── promotion ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once() -> None:
-    world = World(small()).steady().warmed()
+def test_rollout_of_a_lost_node_is_promoted_on_the_spare_at_once(world: World) -> None:
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
     begun = world.now
@@ -291,8 +295,7 @@ def test_second_of_two_lost_rollouts_waits_for_a_new_node() -> None:
     assert [request.request.count for request in world.decided(Request)][1:] == [1]
 
 
-def test_failing_rollout_restarts_in_place_within_its_budget_then_is_promoted() -> None:
-    world = World(small()).steady().warmed()
+def test_failing_rollout_restarts_in_place_within_its_budget_then_is_promoted(world: World) -> None:
     for failures in (1, 2):
         world.kill(R1)
         world.steady().wait(30.0)
@@ -306,8 +309,7 @@ def test_failing_rollout_restarts_in_place_within_its_budget_then_is_promoted() 
     assert world.engines() == [N4]  # which is a spare now
 
 
-def test_restart_in_place_waits_for_nothing_and_the_old_step_has_its_grace() -> None:
-    world = World(small()).steady().warmed()
+def test_restart_in_place_waits_for_nothing_and_the_old_step_has_its_grace(world: World) -> None:
     world.slow_to_stop = 8.0
     world.freeze(R1)
     begun = world.now
@@ -350,8 +352,7 @@ def test_standby_that_is_not_ready_is_stopped_and_the_rollout_starts_cold() -> N
     assert (stop.grace, stop.why.evidence) == (0.0, ("n6 is needed for rollout/1",))
 
 
-def test_standby_dead_at_promotion_leads_to_a_cold_start() -> None:
-    world = World(small()).steady().warmed()
+def test_standby_dead_at_promotion_leads_to_a_cold_start(world: World) -> None:
     world.vanish(engine(N6).replica)
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
@@ -361,8 +362,7 @@ def test_standby_dead_at_promotion_leads_to_a_cold_start() -> None:
     assert_no_orphan_steps(world)
 
 
-def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped() -> None:
-    world = World(small()).steady().warmed()
+def test_standby_that_never_answers_its_promotion_is_given_up_and_stopped(world: World) -> None:
     world.unresponsive = {N6}
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 3)
@@ -384,8 +384,7 @@ def test_standbys_that_never_start_stop_being_tried_and_the_run_continues() -> N
 
 
 # ── access to spare nodes ────────────────────────────────────────────────────────────────────────────────────────────
-def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
-    world = World(small()).steady().warmed()
+def test_trainer_gets_the_spare_once_its_standby_engine_has_ended(world: World) -> None:
     world.slow_to_stop = 3.0
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
@@ -403,8 +402,7 @@ def test_trainer_gets_the_spare_once_its_standby_engine_has_ended() -> None:
     assert world.engines() == []
 
 
-def test_store_on_a_lost_node_moves_to_the_spare_of_the_standby_engine() -> None:
-    world = World(small()).steady().warmed()
+def test_store_on_a_lost_node_moves_to_the_spare_of_the_standby_engine(world: World) -> None:
     world.lose_node(N1)
     world.play(lambda: all(world.incarnations()[replica_id(role, 0)] == 2 for role in ("trajectories", "reward")))
     world.steady()
@@ -420,8 +418,7 @@ def test_trainer_and_rollout_lost_at_once_get_a_spare_each() -> None:
     assert len(requests(world)) == 1
 
 
-def test_standby_that_does_not_end_blocks_its_node_only_for_a_time() -> None:
-    world = World(small()).steady().warmed()
+def test_standby_that_does_not_end_blocks_its_node_only_for_a_time(world: World) -> None:
     world.slow_to_stop = float("inf")
     world.lose_node(N2)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
@@ -435,16 +432,14 @@ def test_standby_that_does_not_end_blocks_its_node_only_for_a_time() -> None:
     assert world.now - waited == pytest.approx(4 * world.state.job.limits.step_grace)
 
 
-def test_standby_on_a_node_to_be_drained_is_stopped() -> None:
-    world = World(small()).steady().warmed()
+def test_standby_on_a_node_to_be_drained_is_stopped(world: World) -> None:
     world.happen(ev.CommandReceived("drain", "me", "d1", N6))
     world.wait(10.0)
     assert world.engines() == []
     assert touched(world) == {}
 
 
-def test_restart_of_the_whole_run_promotes_no_standby() -> None:
-    world = World(small()).steady().warmed()
+def test_restart_of_the_whole_run_promotes_no_standby(world: World) -> None:
     world.kill(TRAINER)
     world.play(world.works)
     world.kill(TRAINER)  # before the new incarnation has trained a step
@@ -468,8 +463,7 @@ def test_standbys_do_not_count_as_replicas_and_store_no_snapshots() -> None:
     assert not any("standby" in id for id in build_directory(world.state).peers)
 
 
-def test_failed_standby_affects_no_replica_and_is_replaced() -> None:
-    world = World(small()).steady().warmed()
+def test_failed_standby_affects_no_replica_and_is_replaced(world: World) -> None:
     world.kill(engine(N6).replica)
     world.wait(20.0)
     assert world.engines() == [N6]
@@ -511,8 +505,7 @@ def test_manager_failure_before_any_decision_does_not_change_the_end() -> None:
         assert_no_orphan_steps(world)
 
 
-def test_journal_alone_gives_the_role_of_each_standby() -> None:
-    world = World(small()).steady().warmed()
+def test_journal_alone_gives_the_role_of_each_standby(world: World) -> None:
     state = None
     for stamped in world.events:
         state = fold(state, stamped)

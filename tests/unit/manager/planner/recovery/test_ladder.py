@@ -38,6 +38,11 @@ N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
 _AWAY = "{} failed"
 
 
+@pytest.fixture
+def world() -> World:
+    return World(job()).steady()
+
+
 # ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_policy_is_a_descending_ladder_that_ends_with_the_run() -> None:
     assert set(POLICIES) == set(RecoveryTable.model_fields["policy"].annotation.__args__)  # type: ignore[union-attr]
@@ -68,8 +73,7 @@ def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str
 
 
 # ── single rungs ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_failed_process_on_a_good_node_restarts_in_place_with_a_deadline_to_join() -> None:
-    world = World(job()).steady()
+def test_failed_process_on_a_good_node_restarts_in_place_with_a_deadline_to_join(world: World) -> None:
     incarnation = world.state.replica(R0).incarnation
     fail(world, R0)
     (fence,) = fences(world)
@@ -492,8 +496,7 @@ def rung_order(world: World, target: ReplicaId) -> None:
     world.happen(ev.CommandReceived("restart", "ada", f"c{len(world.events)}", target=target))
 
 
-def test_requested_restart_is_in_place_and_uncharged() -> None:
-    world = World(job()).steady()
+def test_requested_restart_is_in_place_and_uncharged(world: World) -> None:
     home = world.node_of(R0)
     rung_order(world, R0)
     (fence,) = fences(world)
@@ -589,8 +592,7 @@ def test_requested_restart_of_a_retired_replica_outlasts_a_full_restart() -> Non
     assert world.works()
 
 
-def test_replica_just_retired_is_not_brought_back_by_a_full_restart() -> None:
-    world = World(job()).steady()
+def test_replica_just_retired_is_not_brought_back_by_a_full_restart(world: World) -> None:
     why = Why(("because",), Rung.FULL_RESTART)
     everybody = tuple(
         Fence(replica.incarnation, Rung.FULL_RESTART, why, replica.node, charged=replica.id == T0)
@@ -603,8 +605,7 @@ def test_replica_just_retired_is_not_brought_back_by_a_full_restart() -> None:
     assert before.status is Status.RETIRED
 
 
-def test_due_restart_fulfils_a_requested_one() -> None:
-    world = World(job()).steady()
+def test_due_restart_fulfils_a_requested_one(world: World) -> None:
     incarnation = world.state.replica(R0).incarnation
     world.record(ev.CommandReceived("restart", "ada", "c1", target=R0))
     world.happen(found(incarnation, "exit_record", world.now))
@@ -641,8 +642,7 @@ def test_failed_run_stops_the_trainer_first_with_time_to_commit() -> None:
     assert (world.over, world.steps, world.held) == (True, {}, {})
 
 
-def test_trainer_that_does_not_leave_delays_the_end_within_its_limit() -> None:
-    world = World(job()).steady()
+def test_trainer_that_does_not_leave_delays_the_end_within_its_limit(world: World) -> None:
     world.slow_to_stop = float("inf")
     began, grace = world.now, world.state.job.limits.step_grace
     end(world, Outcome.FAILED)
@@ -653,8 +653,7 @@ def test_trainer_that_does_not_leave_delays_the_end_within_its_limit() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.REJECTED, Outcome.CANCELLED])
-def test_other_runs_stop_all_roles_at_once(outcome: Outcome) -> None:
-    world = World(job()).steady()
+def test_other_runs_stop_all_roles_at_once(outcome: Outcome, world: World) -> None:
     end(world, outcome)
     assert set(stops(world)) == set(ALL)
     world.play()
@@ -697,8 +696,7 @@ def test_queued_request_is_not_kept() -> None:
     assert final_reason(world.state).endswith("job 7; processes on n3, which did not respond, may still run")
 
 
-def test_allocation_with_an_orphan_step_is_not_kept() -> None:
-    world = World(job()).steady()
+def test_allocation_with_an_orphan_step_is_not_kept(world: World) -> None:
     world.slow_to_stop = float("inf")
     cancelled(world).play()
     assert world.over

@@ -23,6 +23,11 @@ N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))
 MISSING = "not started: [Errno 2] No such file or directory: './train.sh'"
 
 
+@pytest.fixture
+def world() -> World:
+    return World(job())
+
+
 def why(world: World) -> tuple[str, ...]:
     (end,) = world.decided(Finish)
     return end.why.evidence
@@ -33,12 +38,15 @@ def tries(world: World, role: str) -> int:
 
 
 # ── failed starts ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_missing_command_ends_the_run_at_its_second_try_on_the_only_node() -> None:
-    world = World(job(spares=0))
+@pytest.mark.parametrize(("spares", "nodes", "count"), [(0, "n2", 2), (1, "n2, n5", 3)])
+def test_missing_command_is_tried_twice_and_once_on_another_node_before_the_run_ends(
+    spares: int, nodes: str, count: int
+) -> None:
+    world = World(job(spares=spares))
     world.broken["trainer"] = MISSING
     world.play()
-    assert why(world) == (f"trainer: {MISSING} on n2",)
-    assert tries(world, "trainer") == 2
+    assert why(world) == (f"trainer: {MISSING} on {nodes}",)
+    assert tries(world, "trainer") == count
     assert world.now < 1010.0
     assert_nothing_is_left(world, Outcome.REJECTED)
 
@@ -51,19 +59,10 @@ def test_replica_without_gpu_memory_on_two_nodes_tries_a_third() -> None:
     assert (world.node_of(TRAINER), world.state.finish) == (N6, None)
 
 
-def test_missing_command_is_tried_on_another_node_before_the_run_ends() -> None:
-    world = World(job())
-    world.broken["trainer"] = MISSING
-    world.play()
-    assert why(world) == (f"trainer: {MISSING} on n2, n5",)
-    assert tries(world, "trainer") == 3
-    assert world.now < 1010.0
-    assert_nothing_is_left(world, Outcome.REJECTED)
-
-
-def test_command_missing_on_one_node_does_not_end_a_run_with_another_node() -> None:
-    world = World(job())
-    world.broken_nodes[N2] = MISSING
+@pytest.mark.parametrize(("recovery", "broken"), [(Recovery(), MISSING), (Recovery(per_node=9), "exited: no GPU")])
+def test_replica_that_fails_to_start_has_its_last_try_on_another_node(recovery: Recovery, broken: str) -> None:
+    world = World(job(recovery=recovery))
+    world.broken_nodes[N2] = broken
     world.steady()
     assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
@@ -74,13 +73,6 @@ def test_command_missing_on_one_node_waits_for_replicas_that_still_start() -> No
     world.slow_to_join = 30.0
     world.play(lambda: world.state.replica(R1).status is Status.JOINED, timeout_s=60.0)
     assert (world.state.replica(R1).status, world.state.finish) == (Status.JOINED, None)
-
-
-def test_replica_that_fails_to_start_has_its_last_try_on_another_node() -> None:
-    world = World(job(recovery=Recovery(per_node=9)))
-    world.broken_nodes[N2] = "exited: no GPU"
-    world.steady()
-    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation_number) == (N5, 3)
 
 
 def test_two_replicas_that_miss_the_command_on_two_nodes_end_the_run() -> None:
@@ -120,8 +112,7 @@ def launched(world: World, replica: ReplicaId) -> list[Launch]:
 
 
 # ── a role that never joins ──────────────────────────────────────────────────────────────────────────────────────────
-def test_required_replica_that_never_joins_ends_the_run_after_three_starts() -> None:
-    world = World(job())
+def test_required_replica_that_never_joins_ends_the_run_after_three_starts(world: World) -> None:
     world.broken["trainer"] = "exited: ModuleNotFoundError"
     world.play()
     assert tries(world, "trainer") == world.state.job.recovery.first_start == 3
@@ -134,8 +125,7 @@ def _stands_at(world: World, expected: tuple[Status, int]) -> bool:
     return (replica.status, replica.incarnation_number) == expected
 
 
-def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
-    world = World(job())
+def test_replica_that_never_joins_is_reported_with_a_hint_at_join(world: World) -> None:
     world.broken["trainer"] = "waits"
     world._break = lambda action, why: None  # type: ignore[method-assign]
     for number in (1, 2, 3):
@@ -149,8 +139,7 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_step_that_repeatedly_never_appears_ends_the_run_too() -> None:
-    world = World(job())
+def test_step_that_repeatedly_never_appears_ends_the_run_too(world: World) -> None:
     for incarnation in (1, 2, 3):
         world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
@@ -161,8 +150,7 @@ def test_step_that_repeatedly_never_appears_ends_the_run_too() -> None:
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_spare_replica_that_never_joins_is_retired() -> None:
-    world = World(job())
+def test_spare_replica_that_never_joins_is_retired(world: World) -> None:
     world.broken_incarnations = {R0: "exited"}
     world.play(timeout_s=60.0)
     assert (world.state.replica(R0).status, world.state.replica(R1).status) == (Status.RETIRED, Status.JOINED)
@@ -296,8 +284,7 @@ INVALID = "invalid configuration: [task] dataset has no argument 'digits'"
 
 
 @pytest.mark.parametrize("role", ["trajectories", "rollout"])
-def test_invalid_configuration_rejects_the_run_at_the_first_start(role: str) -> None:
-    world = World(job())
+def test_invalid_configuration_rejects_the_run_at_the_first_start(role: str, world: World) -> None:
     world.broken[role] = INVALID
     world.play()
     assert why(world) == (f"{role}/0: {INVALID}",)
@@ -343,8 +330,7 @@ def test_changed_input_ends_the_run_although_the_role_has_worked() -> None:
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_exit_code_2_without_the_flag_is_a_failure_like_any_other() -> None:
-    world = World(job())
+def test_exit_code_2_without_the_flag_is_a_failure_like_any_other(world: World) -> None:
     world.broken["reward"] = "exited: rrl: [task] dataset has no argument 'digits'"
     world.play()
     assert tries(world, "reward") == 3

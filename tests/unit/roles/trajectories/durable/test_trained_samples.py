@@ -22,6 +22,11 @@ GIVEN = Version(*NOT_SAMPLED)
 
 
 @pytest.fixture
+def item(store: Store) -> EpisodeItem:
+    return episodes(store, 1)[0]
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
 
@@ -40,8 +45,7 @@ def _trained(one: Trajectory) -> list[int]:
     return [token for place, token in enumerate(one.tokens) if place not in masked]
 
 
-def test_consecutive_turns_are_one_sample_that_masks_the_given_tokens(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_consecutive_turns_are_one_sample_that_masks_the_given_tokens(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6), step=0)
     turn(store, item, (7,), (8,), first, 4, step=1)
     (one,) = _complete(store, item)
@@ -53,8 +57,7 @@ def test_consecutive_turns_are_one_sample_that_masks_the_given_tokens(store: Sto
     assert (one.reward, one.training) == (0.5, 0.5)
 
 
-def test_second_branch_has_the_trained_tokens_of_the_first_as_its_prompt(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_second_branch_has_the_trained_tokens_of_the_first_as_its_prompt(store: Store, item: EpisodeItem) -> None:
     root = turn(store, item, (2, 3), (5, 6))
     turn(store, item, (7,), (8,), root, 4)
     turn(store, item, (9,), (10, 11), root, 4)
@@ -63,8 +66,9 @@ def test_second_branch_has_the_trained_tokens_of_the_first_as_its_prompt(store: 
     assert (other.prompt, other.tokens, _trained(other)) == ((2, 3, 5, 6, 9), (10, 11), [10, 11])
 
 
-def test_answer_of_which_a_later_turn_keeps_only_the_beginning_is_a_separate_sample(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_of_which_a_later_turn_keeps_only_the_beginning_is_a_separate_sample(
+    store: Store, item: EpisodeItem
+) -> None:
     root = turn(store, item, (2, 3), (5, 6, 7))
     turn(store, item, (9,), (8,), root, 3)  # keeps only the 5
     one, other = _complete(store, item)
@@ -72,8 +76,9 @@ def test_answer_of_which_a_later_turn_keeps_only_the_beginning_is_a_separate_sam
     assert (other.prompt + other.tokens, _trained(other)) == ((2, 3, 5, 9, 8), [8])
 
 
-def test_turn_that_branches_before_the_tokens_of_its_parent_does_not_contain_them(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_turn_that_branches_before_the_tokens_of_its_parent_does_not_contain_them(
+    store: Store, item: EpisodeItem
+) -> None:
     root = turn(store, item, (2, 3), (5,))
     second = turn(store, item, (4,), (6,), root, 3)
     turn(store, item, (9,), (8,), second, 1)  # a branch that keeps only one of the root's given tokens
@@ -82,8 +87,7 @@ def test_turn_that_branches_before_the_tokens_of_its_parent_does_not_contain_the
     assert (other.prompt, other.tokens) == ((2, 9), (8,))
 
 
-def test_answer_cut_off_by_a_later_request_counts_as_far_as_it_was_used(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_cut_off_by_a_later_request_counts_as_far_as_it_was_used(store: Store, item: EpisodeItem) -> None:
     root = ask(store, item, "root", (2,))
     lease(store)
     assert store.append(ROLLOUT, [segment(root, 0, (5, 6, 7))]) == Done()  # still running
@@ -93,8 +97,7 @@ def test_answer_cut_off_by_a_later_request_counts_as_far_as_it_was_used(store: S
     assert (one.prompt, one.tokens, _trained(one)) == ((2,), (5, 6, 9, 8, 1), [5, 6, 8, 1])
 
 
-def test_answer_without_a_token_adds_nothing(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_without_a_token_adds_nothing(store: Store, item: EpisodeItem) -> None:
     root = turn(store, item, (2,), (5,))
     empty = ask(store, item, "empty", (3,), root, 2)
     lease(store)

@@ -49,6 +49,11 @@ from rrl.tests.support.roles.trajectories.crew import (
 
 
 @pytest.fixture
+def item(store: Store) -> EpisodeItem:
+    return episodes(store, 1)[0]
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
 
@@ -77,8 +82,9 @@ def _samples(store: Store, item: EpisodeItem, who: Incarnation) -> tuple[Traject
     return tuple(one for one in decode(bound.batch).trajectories if one.id == item.episode)
 
 
-def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     second = turn(store, item, (7,), (8,), first, 4)
     who, again = _next(store, 2)
@@ -97,8 +103,9 @@ def test_next_attempt_gets_the_recorded_turns_by_repeating_their_requests(store:
     assert lease(store, OTHER)[0].trajectory != second
 
 
-def test_open_turn_is_sampled_to_its_end_while_no_process_executes_the_attempt(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_open_turn_is_sampled_to_its_end_while_no_process_executes_the_attempt(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     number = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6))])
@@ -111,8 +118,7 @@ def test_open_turn_is_sampled_to_its_end_while_no_process_executes_the_attempt(s
     assert follow(store, number, 0, who).tokens == (5, 6, 7, 1)
 
 
-def test_open_turn_moves_to_another_rollout_while_no_process_makes_the_attempt(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_open_turn_moves_to_another_rollout_while_no_process_makes_the_attempt(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6))])
@@ -153,8 +159,7 @@ def test_request_that_differs_in_any_field_is_sampled_again(store: Store, change
         assert answer(store, wanted) == recorded
 
 
-def test_turns_that_the_finished_attempt_did_not_use_are_not_trained(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_turns_that_the_finished_attempt_did_not_use_are_not_trained(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     turn(store, item, (7,), (8,), first, 4)
     left = ask(store, item, "left", (9,), first, 4)
@@ -172,8 +177,7 @@ def test_turns_that_the_finished_attempt_did_not_use_are_not_trained(store: Stor
     assert (len(shown.turns), shown.recorded) == (2, ())
 
 
-def test_failed_attempt_is_not_replayed(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_failed_attempt_is_not_replayed(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     who, again = _next(store, 2)
     fail(store, again, who=who)
@@ -191,8 +195,9 @@ def test_job_with_on_death_again_records_no_turns(tmp_path: Path) -> None:
     assert ask(store, again, "(2, 3) None 0", who=who) > first
 
 
-def test_replay_continues_after_the_death_of_a_replaying_attempt(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_replay_continues_after_the_death_of_a_replaying_attempt(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     second = turn(store, item, (7,), (8,), first, 4)
     who, again = _next(store, 2)
@@ -207,12 +212,13 @@ def test_replay_continues_after_the_death_of_a_replaying_attempt(store: Store, t
     assert [one.tokens for one in _samples(store, again, who)] == [(5, 6, 7, 8), (4,)]
 
 
-def test_turns_may_be_replayed_in_another_order_than_they_were_recorded(store: Store, tmp_path: Path) -> None:
+def test_turns_may_be_replayed_in_another_order_than_they_were_recorded(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     """Two sub-agents have contexts with a common beginning.
 
     The turn of the second one is a branch of the first one's turn, and is requested first in the replay.
     """
-    (item,) = episodes(store, 1)
     one = turn(store, item, (2, 3), (5, 6))
     two = turn(store, item, (9,), (7, 1), one, 2)
     who, again = _next(store, 2)
@@ -223,8 +229,9 @@ def test_turns_may_be_replayed_in_another_order_than_they_were_recorded(store: S
     assert [(each.prompt, each.tokens) for each in samples] == [((2, 3, 9), (7, 1))]
 
 
-def test_recorded_turn_is_neither_followed_nor_continued_until_it_is_taken_over(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_recorded_turn_is_neither_followed_nor_continued_until_it_is_taken_over(
+    store: Store, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     who, again = _next(store, 2)
     assert is_over(answer(store, Follow(who, first, 0)))

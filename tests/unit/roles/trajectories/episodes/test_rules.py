@@ -8,7 +8,15 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.durable.records import FIRST_TURN
-from rrl.roles.trajectories.episodes.requests import FailAttempt, FinishEpisode, Follow, LeaseEpisodes, OpenTurn, Turn
+from rrl.roles.trajectories.episodes.requests import (
+    EpisodeItem,
+    FailAttempt,
+    FinishEpisode,
+    Follow,
+    LeaseEpisodes,
+    OpenTurn,
+    Turn,
+)
 from rrl.roles.trajectories.episodes.rules import NO_AGENTS, NO_ANSWER, REPLICA_ENDED, EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
@@ -46,6 +54,11 @@ from rrl.tests.support.roles.trajectories.crew import (
 
 
 @pytest.fixture
+def item(store: Store) -> EpisodeItem:
+    return episodes(store, 1)[0]
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
 
@@ -77,8 +90,7 @@ def test_repeated_lease_after_a_lost_answer_returns_the_same_attempts(store: Sto
     assert episodes(store, 3, holding=[0, 1])[0] == items[2]
 
 
-def test_failed_attempt_is_repeated_by_any_replica_with_the_next_number(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_failed_attempt_is_repeated_by_any_replica_with_the_next_number(store: Store, item: EpisodeItem) -> None:
     turn(store, item, (2,), (5, 1))
     fail(store, item)
     (again,) = episodes(store, 1, OTHER_AGENTS)
@@ -96,16 +108,14 @@ def test_episode_that_fails_too_often_is_dropped_with_its_group_and_never_scored
     assert {item.group for item in episodes(store)} == {1, 2, 3, 4}
 
 
-def test_repeated_report_of_a_failure_counts_once(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_repeated_report_of_a_failure_counts_once(store: Store, item: EpisodeItem) -> None:
     for _ in range(5):
         fail(store, item)
     (again,) = episodes(store, 1)
     assert again.attempt == 2
 
 
-def test_requests_of_an_older_attempt_are_refused_as_over(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_requests_of_an_older_attempt_are_refused_as_over(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     fail(store, item)
     for request in (
@@ -173,8 +183,7 @@ def test_job_resumed_without_agents_drops_its_unfinished_episodes(store: Store, 
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_turn_is_leased_to_a_rollout_with_the_tokens_before_its_answer(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_turn_is_leased_to_a_rollout_with_the_tokens_before_its_answer(store: Store, item: EpisodeItem) -> None:
     first = ask(store, item, given=(2, 3), max_new=3)
     assert first == FIRST_TURN
     (work,) = lease(store)
@@ -185,8 +194,7 @@ def test_turn_is_leased_to_a_rollout_with_the_tokens_before_its_answer(store: St
     assert {each.trajectory: each.prompt for each in lease(store)} == {second: (2, 3, 5, 6, 7), third: (2, 3, 5, 8, 9)}
 
 
-def test_turn_moves_to_another_rollout_with_the_tokens_it_has(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_turn_moves_to_another_rollout_with_the_tokens_it_has(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6))])
@@ -197,8 +205,7 @@ def test_turn_moves_to_another_rollout_with_the_tokens_it_has(store: Store) -> N
     assert work.max_new == 2
 
 
-def test_repeated_request_opens_one_turn_and_another_request_a_second(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_repeated_request_opens_one_turn_and_another_request_a_second(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     assert ask(store, item) == number
     assert ask(store, item, "2") == number + 1
@@ -230,8 +237,7 @@ def test_turn_with_an_invalid_parent_is_refused_with_the_correct_form(
     assert not refused.fenced_attempt
 
 
-def test_follower_gets_the_tokens_after_its_position_and_waits_at_the_end(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_follower_gets_the_tokens_after_its_position_and_waits_at_the_end(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     assert answer(store, Follow(AGENTS, number, 0)) == NotReady()
     lease(store)
@@ -246,8 +252,7 @@ def test_follower_gets_the_tokens_after_its_position_and_waits_at_the_end(store:
     assert isinstance(answer(store, Follow(AGENTS, number, 4)), Denied)
 
 
-def test_episode_can_be_read_with_all_turns_by_a_new_reader(store: Store, tmp_path: Path) -> None:
-    item, *_ = episodes(store, 1)
+def test_episode_can_be_read_with_all_turns_by_a_new_reader(store: Store, tmp_path: Path, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     second = ask(store, item, "2", (7,), first, 4)
     store = reopened(store, tmp_path)
@@ -259,8 +264,9 @@ def test_episode_can_be_read_with_all_turns_by_a_new_reader(store: Store, tmp_pa
     )
 
 
-def test_turn_numbers_are_never_used_again_although_turns_are_deleted(store: Store, tmp_path: Path) -> None:
-    item, *_ = episodes(store, 1)
+def test_turn_numbers_are_never_used_again_although_turns_are_deleted(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     number = ask(store, item)
     fail(store, item)
     store = reopened(store, tmp_path)
@@ -268,8 +274,7 @@ def test_turn_numbers_are_never_used_again_although_turns_are_deleted(store: Sto
     assert ask(store, again) == number + 1
 
 
-def test_append_to_a_turn_of_an_ended_attempt_is_lost_for_the_rollout(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_append_to_a_turn_of_an_ended_attempt_is_lost_for_the_rollout(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     lease(store)
     fail(store, item)
@@ -298,8 +303,7 @@ def test_finished_episodes_with_their_rewards_complete_a_group_without_a_reward_
     assert audit.ages == {0: 8}
 
 
-def test_episode_without_a_reward_is_scored_by_its_last_answer(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_episode_without_a_reward_is_scored_by_its_last_answer(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2,), (5, 1))
     turn(store, item, (3,), (6, 1), first, 3)
     assert store.lease_scoring(REWARD, 9) == Scoring(())
@@ -309,8 +313,9 @@ def test_episode_without_a_reward_is_scored_by_its_last_answer(store: Store) -> 
     assert store.lease_scoring(REWARD, 9) == Scoring(())
 
 
-def test_open_turn_of_an_ended_episode_is_taken_from_its_rollout_and_not_trained(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_open_turn_of_an_ended_episode_is_taken_from_its_rollout_and_not_trained(
+    store: Store, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2,), (5, 1))
     left = ask(store, item, "2", (3,), first, 3)
     lease(store)
@@ -322,8 +327,7 @@ def test_open_turn_of_an_ended_episode_is_taken_from_its_rollout_and_not_trained
     assert [each.id for each in turns_of(store, item.episode).turns] == [first]
 
 
-def test_episode_without_any_answer_counts_as_a_failed_attempt(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_episode_without_any_answer_counts_as_a_failed_attempt(store: Store, item: EpisodeItem) -> None:
     ask(store, item)
     finish(store, item, 1.0)
     (again,) = episodes(store, 1)
@@ -334,8 +338,7 @@ def test_episode_without_any_answer_counts_as_a_failed_attempt(store: Store) -> 
     assert store.audit().dropped == {NO_ANSWER: GROUP}
 
 
-def test_reward_that_is_no_number_is_refused_and_the_episode_goes_on(store: Store) -> None:
-    item, *_ = episodes(store, 1)
+def test_reward_that_is_no_number_is_refused_and_the_episode_goes_on(store: Store, item: EpisodeItem) -> None:
     turn(store, item, (2,), (5, 1))
     refused = answer(store, FinishEpisode(AGENTS, item.episode, 1, float("nan")))
     assert isinstance(refused, Denied)

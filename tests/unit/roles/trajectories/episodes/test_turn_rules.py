@@ -65,6 +65,11 @@ HOT = Sampling(temperature=1.5, seed=7)
 
 
 @pytest.fixture
+def item(store: Store) -> EpisodeItem:
+    return episodes(store, 1)[0]
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path)
 
@@ -93,8 +98,9 @@ def _samples(store: Store, item: EpisodeItem) -> tuple[Trajectory, ...]:
 
 
 # ── ends of turns ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     number = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6)), segment(number, 2, (7,), 1)])
@@ -113,8 +119,7 @@ def test_answer_ends_where_the_endpoint_says_and_its_rollout_loses_it(store: Sto
     assert store.audit().ages[0] == 3 + 2 * 3
 
 
-def test_complete_answer_may_still_end_earlier_but_not_later(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_complete_answer_may_still_end_earlier_but_not_later(store: Store, item: EpisodeItem) -> None:
     number = turn(store, item, (2, 3), (5, 6, 1))
     refused = _end(store, number, 4)
     assert isinstance(refused, Denied)
@@ -125,8 +130,9 @@ def test_complete_answer_may_still_end_earlier_but_not_later(store: Store) -> No
     assert follow(store, number).tokens == (5, 6)
 
 
-def test_turn_that_continues_a_discarded_token_keeps_it_as_given(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_turn_that_continues_a_discarded_token_keeps_it_as_given(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     number = turn(store, item, (2, 3), (5, 6, 7))
     child = turn(store, item, (9,), (8, 1), number, 5)
     branch = turn(store, item, (4,), (6, 1), number, 3)
@@ -142,8 +148,7 @@ def test_turn_that_continues_a_discarded_token_keeps_it_as_given(store: Store, t
     assert store.audit().ages == {0: 5 + 2 * 3}
 
 
-def test_answer_of_an_episode_that_has_ended_does_not_change(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_of_an_episode_that_has_ended_does_not_change(store: Store, item: EpisodeItem) -> None:
     number = turn(store, item, (2, 3), (5, 6))
     finish(store, item)
     assert is_over(_end(store, number, 1))
@@ -158,8 +163,9 @@ def test_answer_of_an_episode_that_has_ended_does_not_change(store: Store) -> No
 
 
 # ── foreign turns ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_foreign_turn_is_leased_with_its_sampling_and_is_context_of_later_turns(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_foreign_turn_is_leased_with_its_sampling_and_is_context_of_later_turns(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "hot", first, 4, (9,), 4, (), "{}", HOT))
     assert isinstance(opened, TurnOpened)
@@ -180,8 +186,7 @@ def test_foreign_turn_is_leased_with_its_sampling_and_is_context_of_later_turns(
     assert (audit.episodes["untrained_turns"], audit.episodes["turns"]) == (1, 2 + 1 + 3)
 
 
-def test_foreign_answer_is_not_trained_but_may_be_scored_as_the_last_answer(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_foreign_answer_is_not_trained_but_may_be_scored_as_the_last_answer(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     _foreign(store, item, first, 4, (8, 7))
     finish(store, item, None)
@@ -210,8 +215,9 @@ def test_attempt_with_foreign_turns_only_counts_as_failed(tmp_path: Path) -> Non
         (Sampling(repetition_penalty=0.0), "repetition_penalty is 0.0; it must be more than 0"),
     ],
 )
-def test_sampling_that_would_end_an_engine_is_refused(store: Store, sampling: Sampling, words: str) -> None:
-    (item,) = episodes(store, 1)
+def test_sampling_that_would_end_an_engine_is_refused(
+    store: Store, sampling: Sampling, words: str, item: EpisodeItem
+) -> None:
     refused = answer(store, OpenTurn(AGENTS, item.episode, 1, "x", None, 0, (2,), 4, (), "", sampling))
     assert isinstance(refused, Denied)
     assert words in refused.why
@@ -225,8 +231,7 @@ def _digested(part: Segment, prompt: tuple[int, ...]) -> Segment:
     return replace(part, digest=path.value())
 
 
-def test_context_digest_of_the_engine_matches_in_every_branch(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_context_digest_of_the_engine_matches_in_every_branch(store: Store, tmp_path: Path, item: EpisodeItem) -> None:
     first = ask(store, item)
     (work,) = lease(store)
     store.append(ROLLOUT, [_digested(segment(first, 0, (5, 6)), work.prompt)])
@@ -243,8 +248,9 @@ def test_context_digest_of_the_engine_matches_in_every_branch(store: Store, tmp_
 
 
 @pytest.mark.parametrize("wrong", [(2, 4), (2,), (2, 3, 3)])
-def test_trained_tokens_whose_context_the_engine_did_not_have_are_counted(store: Store, wrong: tuple[int, ...]) -> None:
-    (item,) = episodes(store, 1)
+def test_trained_tokens_whose_context_the_engine_did_not_have_are_counted(
+    store: Store, wrong: tuple[int, ...], item: EpisodeItem
+) -> None:
     first = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [_digested(segment(first, 0, (5, 6)), (2, 3))])
@@ -253,8 +259,7 @@ def test_trained_tokens_whose_context_the_engine_did_not_have_are_counted(store:
     assert store.audit().episodes["token_drift"] == 1
 
 
-def test_segment_that_is_cut_at_an_end_is_not_compared(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_segment_that_is_cut_at_an_end_is_not_compared(store: Store, item: EpisodeItem) -> None:
     first = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [_digested(segment(first, 0, (5, 6)), (2, 3)), _digested(segment(first, 2, (7, 8)), (0,))])
@@ -264,8 +269,7 @@ def test_segment_that_is_cut_at_an_end_is_not_compared(store: Store) -> None:
 
 
 # ── readers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_turns_that_the_reader_already_has_are_not_sent(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_turns_that_the_reader_already_has_are_not_sent(store: Store, item: EpisodeItem) -> None:
     first = turn(store, item, (2, 3), (5, 6))
     second = ask(store, item, "2", (7,), first, 4)
     assert [each.id for each in turns_of(store, item.episode, holding=(first,)).turns] == [second]
@@ -293,8 +297,7 @@ def test_episode_figures_are_in_the_commit_and_survive_a_rewritten_log(tmp_path:
     assert store.audit().episodes == {name: metrics[-1][name] for name in store.audit().episodes}
 
 
-def test_follower_of_a_turn_that_ends_without_further_tokens_reads_its_end(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_follower_of_a_turn_that_ends_without_further_tokens_reads_its_end(store: Store, item: EpisodeItem) -> None:
     number = ask(store, item)
     lease(store)
     store.append(ROLLOUT, [segment(number, 0, (5, 6))])
@@ -309,8 +312,9 @@ def _mark(store: Store, number: int, *, undelivered: bool = False, who: Incarnat
     assert answer(store, MarkUnused(who, number, undelivered)) == Done()
 
 
-def test_unused_answer_is_counted_and_neither_trained_nor_scored(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_unused_answer_is_counted_and_neither_trained_nor_scored(
+    store: Store, tmp_path: Path, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 1))
     unused = turn(store, item, (4,), (6, 1), first, 4)
     _mark(store, unused)
@@ -329,8 +333,9 @@ def test_unused_answer_is_counted_and_neither_trained_nor_scored(store: Store, t
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_marked_answer_is_trained_only_if_another_turn_keeps_one_of_its_tokens(store: Store, keeps: bool) -> None:
-    (item,) = episodes(store, 1)
+def test_marked_answer_is_trained_only_if_another_turn_keeps_one_of_its_tokens(
+    store: Store, keeps: bool, item: EpisodeItem
+) -> None:
     first = turn(store, item, (2, 3), (5, 6, 1))
     _mark(store, first, undelivered=True)
     second = turn(store, item, (7,), (8, 1), first, 3 if keeps else 2)
@@ -348,8 +353,7 @@ def test_marked_answer_is_trained_only_if_another_turn_keeps_one_of_its_tokens(s
     assert 4 in trained
 
 
-def test_answer_that_is_asked_for_again_counts_as_used(store: Store, tmp_path: Path) -> None:
-    (item,) = episodes(store, 1)
+def test_answer_that_is_asked_for_again_counts_as_used(store: Store, tmp_path: Path, item: EpisodeItem) -> None:
     number = turn(store, item, (2,), (5, 1))
     _mark(store, number, undelivered=True)
     assert ask(store, item, "(2,) None 0", (2,)) == number
@@ -360,8 +364,9 @@ def test_answer_that_is_asked_for_again_counts_as_used(store: Store, tmp_path: P
     assert [one.tokens for one in _samples(store, item)] == [(5, 1)]
 
 
-def test_recorded_answer_that_was_not_used_counts_as_used_in_the_attempt_that_takes_it_over(store: Store) -> None:
-    (item,) = episodes(store, 1)
+def test_recorded_answer_that_was_not_used_counts_as_used_in_the_attempt_that_takes_it_over(
+    store: Store, item: EpisodeItem
+) -> None:
     number = turn(store, item, (2,), (5, 1))
     _mark(store, number)
     store.update_membership([member for member in CREW if member != AGENTS])

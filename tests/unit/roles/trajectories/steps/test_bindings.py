@@ -42,6 +42,11 @@ STEP = 4
 """Number of groups in a step."""
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path)
+
+
 def open_store(folder: Path, **changed: Any) -> Store:
     return _open_store(folder, **{"groups_per_batch": STEP, "groups_per_part": 1, **changed})
 
@@ -61,8 +66,7 @@ def complete(store: Store, *groups: int, weights: int = 0, who: Incarnation = RO
 
 
 # ── which groups a part gets ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_part_gets_all_complete_groups_but_no_more_than_the_step_lacks(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_part_gets_all_complete_groups_but_no_more_than_the_step_lacks(store: Store) -> None:
     lease(store)
     assert store.part(TRAINER, 1, 0) == NotReady()
     complete(store, 2)
@@ -174,8 +178,7 @@ def test_groups_of_a_part_leave_the_window_of_unbound_groups(tmp_path: Path) -> 
 
 
 # ── invariants of bound parts ──────────────────────────────────────────────────────────────────────────────────────
-def test_parts_are_the_same_after_restarts_of_store_and_trainer(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_parts_are_the_same_after_restarts_of_store_and_trainer(tmp_path: Path, store: Store) -> None:
     lease(store)
     complete(store, 0)
     parts = [part(store, 1, 0)]
@@ -266,8 +269,7 @@ def test_with_too_many_uncommitted_steps_only_parts_already_bound_are_returned(t
     assert part(store, 2, 1).last
 
 
-def test_a_step_is_committed_with_the_digest_of_its_last_part_and_not_before(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_step_is_committed_with_the_digest_of_its_last_part_and_not_before(store: Store) -> None:
     lease(store)
     complete(store, 0, 1)
     first = part(store, 1, 0)
@@ -281,8 +283,7 @@ def test_a_step_is_committed_with_the_digest_of_its_last_part_and_not_before(tmp
 
 
 # ── parts and batches of one step ──────────────────────────────────────────────────────────────────────────────────
-def test_a_step_that_was_bound_as_a_whole_has_one_part(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_step_that_was_bound_as_a_whole_has_one_part(store: Store) -> None:
     generate(store)
     score(store)
     batch = bind(store, 1)
@@ -294,8 +295,7 @@ def test_a_step_that_was_bound_as_a_whole_has_one_part(tmp_path: Path) -> None:
     assert store.audit().parts == {}
 
 
-def test_batch_request_for_an_open_step_waits_for_the_rest_as_its_last_part(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_batch_request_for_an_open_step_waits_for_the_rest_as_its_last_part(store: Store) -> None:
     lease(store)
     complete(store, 1)
     first = part(store, 1, 0)
@@ -325,8 +325,7 @@ def test_wait_reason_of_a_part_counts_the_missing_groups(tmp_path: Path) -> None
 
 
 # ── size of a message ──────────────────────────────────────────────────────────────────────────────────────────────
-def test_part_is_cut_to_the_size_of_a_message(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_part_is_cut_to_the_size_of_a_message(tmp_path: Path, store: Store) -> None:
     generate(store)
     score(store)
     size = store._state.message_bytes(0)
@@ -396,8 +395,7 @@ def test_smaller_staleness_limit_drops_only_groups_that_are_in_no_part(
     assert part(store, 2, 1).groups == (8, 9)
 
 
-def test_a_failed_score_of_a_group_in_a_part_is_ignored(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_failed_score_of_a_group_in_a_part_is_ignored(store: Store) -> None:
     lease(store)
     complete(store, 0)
     opened = part(store, 1, 0)
@@ -436,8 +434,7 @@ def test_batch_of_an_open_step_is_completed_despite_a_smaller_window(tmp_path: P
     assert bind(store, 1).groups == (0, 1, 2, 3)
 
 
-def test_groups_of_an_open_step_are_dropped_when_the_run_is_complete(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_groups_of_an_open_step_are_dropped_when_the_run_is_complete(tmp_path: Path, store: Store) -> None:
     train(store, 1)
     generate(store, at_most=2 * GROUP)
     score(store)

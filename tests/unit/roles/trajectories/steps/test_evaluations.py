@@ -49,6 +49,11 @@ STEPS, EVERY, COUNT, SAMPLES = 5, 2, 3, 2
 NEXT = incarnation_of("trainer/0", 2)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path)
+
+
 def held_out(item: int) -> Prompt:
     return Prompt(item, (9, 9, item))
 
@@ -108,8 +113,7 @@ def train(store: Store, number: int, who: Incarnation = TRAINER) -> None:
     commit(store, crew.bind(store, number, who), who)
 
 
-def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_answers_of_an_evaluation_come_first_and_only_with_exactly_its_weights(store: Store) -> None:
     assert not is_evaluated(lease(store, OTHER, 2)), "an evaluated answer was leased before its weights were published"
     publish(store, 0)
     items = lease(store, ROLLOUT, 4, weights=0)
@@ -132,8 +136,7 @@ def test_greedy_answers_have_no_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["batch", "part"])
-def test_trainer_gets_no_data_of_the_next_step_before_the_evaluation_is_over(tmp_path: Path, stream: bool) -> None:
-    store = open_store(tmp_path)
+def test_trainer_gets_no_data_of_the_next_step_before_the_evaluation_is_over(stream: bool, store: Store) -> None:
 
     def request() -> object:
         return store.part(TRAINER, 1, 0) if stream else store.batch(TRAINER, 1)
@@ -152,8 +155,7 @@ def test_trainer_gets_no_data_of_the_next_step_before_the_evaluation_is_over(tmp
     assert store.wait_reason(1) is None
 
 
-def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_steps_between_evaluations_do_not_wait(store: Store) -> None:
     evaluate(store, 0)
     train(store, 1)
     publish(store, 1)
@@ -169,8 +171,7 @@ def test_steps_between_evaluations_do_not_wait(tmp_path: Path) -> None:
     assert list(store.evaluations.results) == [0, 2, 4, 5], "the evaluated steps are not 0, 2, 4 and the last one"
 
 
-def test_token_of_another_version_is_refused_and_its_answer_leased_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_token_of_another_version_is_refused_and_its_answer_leased_again(store: Store) -> None:
     publish(store, 0)
     item, *_ = lease(store, at_most=1, weights=0)
     answer = store.append(ROLLOUT, [tokens(item, step=1)], [item.trajectory])
@@ -179,8 +180,7 @@ def test_token_of_another_version_is_refused_and_its_answer_leased_again(tmp_pat
     assert item in lease(store, OTHER, weights=0)
 
 
-def test_answer_of_a_dead_rollout_goes_on_where_it_ended(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_answer_of_a_dead_rollout_goes_on_where_it_ended(store: Store) -> None:
     publish(store, 0)
     items = lease(store, weights=0)
     assert store.append(ROLLOUT, [tokens(items[0], 0, given=(5,))], []) == Done()
@@ -194,8 +194,7 @@ def test_answer_of_a_dead_rollout_goes_on_where_it_ended(tmp_path: Path) -> None
     assert isinstance(fenced, Denied)
 
 
-def test_answers_leased_by_a_dead_reward_replica_are_leased_to_another(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_answers_leased_by_a_dead_reward_replica_are_leased_to_another(store: Store) -> None:
     publish(store, 0)
     numbers = answer_all(store, 0)
     leased = store.lease_scoring(REWARD, 100)
@@ -206,8 +205,7 @@ def test_answers_leased_by_a_dead_reward_replica_are_leased_to_another(tmp_path:
     assert leased.items == tuple(ToScore(number, i // SAMPLES, (5, 1), True) for i, number in enumerate(numbers))
 
 
-def test_new_trainer_begins_an_open_evaluation_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_new_trainer_begins_an_open_evaluation_again(store: Store) -> None:
     publish(store, 0)
     first = answer_all(store, 0)
     score(store, at_most=2)
@@ -247,8 +245,7 @@ def test_result_counts_once_its_step_is_committed(tmp_path: Path) -> None:
     assert isinstance(store.batch(NEXT, 3), Bound)
 
 
-def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_result_has_the_share_of_right_answers_and_their_mean_length(store: Store) -> None:
     publish(store, 0)
     items = lease(store, weights=0)
     lengths = [1, 2, 3, 4, 1, 1]
@@ -268,10 +265,7 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(tmp_path: P
 
 
 @pytest.mark.parametrize("numbers", [(math.nan, 0.0), (-math.inf, 0.0), (1.0, math.nan)])
-def test_score_of_an_evaluated_answer_that_is_not_finite_is_denied(
-    tmp_path: Path, numbers: tuple[float, float]
-) -> None:
-    store = open_store(tmp_path)
+def test_score_of_an_evaluated_answer_that_is_not_finite_is_denied(numbers: tuple[float, float], store: Store) -> None:
     publish(store, 0)
     first, *others = answer_all(store, 0)
     scores = [Score(other, 1.0, 0.0) for other in others]
@@ -378,8 +372,7 @@ def test_store_that_restarts_after_any_flush_has_each_result_once(tmp_path: Path
         again.close()
 
 
-def test_rewritten_log_keeps_an_open_evaluation(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_rewritten_log_keeps_an_open_evaluation(tmp_path: Path, store: Store) -> None:
     publish(store, 0)
     items = lease(store, weights=0)
     assert store.append(ROLLOUT, [tokens(item, 0) for item in items[:3]], [items[0].trajectory]) == Done()
@@ -396,8 +389,7 @@ def test_rewritten_log_keeps_an_open_evaluation(tmp_path: Path) -> None:
     assert again.evaluations.results[0].metrics["reward"] == 0.25
 
 
-def test_result_is_reported_until_the_manager_confirms_it(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_result_is_reported_until_the_manager_confirms_it(store: Store) -> None:
     evaluate(store, 0)
     train(store, 1)
     train(store, 2)
