@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from rrl.benchmarks._ettr_arms import ARMS, GENERATION_BOUND, HEAVY_TAIL, budgets, job
-from rrl.benchmarks._ettr_faults import MIXED, Kill, schedule
+from rrl.benchmarks._ettr_arms import HEAVY_TAIL
+from rrl.benchmarks._ettr_faults import Kill, schedule
 from rrl.benchmarks._ettr_figures import (
     Account,
     Outage,
@@ -22,7 +20,6 @@ from rrl.benchmarks._ettr_figures import (
     trained_again,
 )
 from rrl.benchmarks._ettr_runs import Plan
-from rrl.config.job.load import load_job
 from rrl.core.types import TRAINER, Incarnation
 from rrl.manager.model import events as ev
 from rrl.tests.support.manager.accounted import OUTAGE_S, STEP_S, accounted, begun, failed, trained
@@ -39,19 +36,6 @@ def test_each_part_of_the_steps_has_one_fault_and_the_seed_decides_where() -> No
     assert [fault.step // 10 for fault in faults] == list(range(10))
     assert all(0 <= fault.fraction < 1 for fault in faults)
     assert schedule(100, 10, seed=3) == faults != schedule(100, 10, seed=4)
-
-
-def test_a_mixed_plan_hits_each_target_once_in_an_order_of_the_seed() -> None:
-    orders = {tuple(fault.target for fault in schedule(50, len(MIXED), seed, MIXED)) for seed in range(10)}
-    assert all(sorted(order) == sorted(MIXED) for order in orders)
-    assert len(orders) > 1
-
-
-def test_no_fault_comes_before_the_first_commit_or_at_the_last_step() -> None:
-    for seed in range(200):
-        steps = [fault.step for fault in schedule(20, 10, seed)]
-        assert min(steps) >= 1
-        assert max(steps) <= 18
 
 
 def test_the_clock_runs_from_the_first_training_to_each_commit() -> None:
@@ -119,22 +103,6 @@ def test_the_published_outages_give_the_published_ettr() -> None:
     The published ETTR is 0.60, without the half step that is trained again.
     """
     assert share_at(42.0, 10, 277.8 - 21.0) == pytest.approx(0.60, abs=0.005)
-
-
-def test_every_arm_is_a_valid_job_with_the_same_budgets(tmp_path: Path) -> None:
-    for arm in ARMS.values():
-        path = tmp_path / f"{arm.name}.toml"
-        path.write_text(job(arm, "slurm", 30, 1.05, 2, tmp_path))
-        assert load_job(path).recovery.policy == arm.policy
-    assert 'window = "15000ms"' in budgets(ARMS["role"], 1.05)
-    assert 'window = "15000ms"' in budgets(ARMS["job"], 1.05)
-
-
-def test_every_workload_is_a_valid_job(tmp_path: Path) -> None:
-    for workload in (GENERATION_BOUND, HEAVY_TAIL):
-        path = tmp_path / "job.toml"
-        path.write_text(job(ARMS["role"], "slurm", 30, 1.0, 0, tmp_path, workload, tmp_path))
-        assert load_job(path).run.steps == 30
 
 
 def test_while_the_trainer_is_down_robustrl_counts_the_rollouts_nodes() -> None:

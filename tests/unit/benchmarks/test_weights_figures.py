@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from rrl.benchmarks import _weights_gloo, _weights_namespaces, weights
+from rrl.benchmarks import _weights_gloo, _weights_namespaces
 from rrl.benchmarks._weights_gloo import BroadcastDone, FillBuffer
 from rrl.benchmarks._weights_loopback import (
     AFTER,
@@ -109,10 +107,3 @@ def test_chain_is_compared_with_one_copy_and_with_the_cores_of_the_machine() -> 
     assert (figures["chain_over_ideal"], figures["chain_over_ideal_range"]) == (1.3, [1.2, 1.7])
     assert (figures["source_free_over_copy"], figures["source_free_over_copy_range"]) == (1.1, [1.05, 1.15])
     assert (figures["chain_cores_needed"], figures["limited_by_cores"]) == (1.5, False)
-
-
-def test_all_samples_of_a_part_can_be_written_as_json() -> None:
-    results = _measured({GLOO: [1.0]})
-    result = weights._of(results, {})
-    written = json.loads(json.dumps(result.samples))
-    assert written["seconds"]["gloo, 4, flat"] == [1.0]

@@ -22,7 +22,6 @@ from rrl.roles.trajectories.durable.records import (
     Record,
     SegmentsAppended,
     TurnCreated,
-    TurnTaken,
     pack_tokens,
 )
 from rrl.roles.trajectories.types import Item, Segment
@@ -79,11 +78,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_trained_tokens_that_were_sampled_in_their_context_do_not_drift(folder: Path) -> None:
-    record_sample(folder, SAMPLE)
-    assert _recorded.drift(folder) == (0, 3)
-
-
 @pytest.mark.parametrize(
     ("changes", "differing"),
     [
@@ -113,13 +107,6 @@ def test_answer_continued_by_another_engine_keeps_its_context(tmp_path: Path) ->
     )
     assert _recorded.drift(tmp_path) == (0, 4)
     assert _recorded.answers(tmp_path) >= {((2, 3), (5, 6, 8, EOS))}
-
-
-def test_incomplete_last_line_of_a_killed_process_is_skipped(folder: Path) -> None:
-    record_sample(folder, SAMPLE)
-    for name in ("trainer-2", "rollout-3"):
-        (folder / f"{name}.jsonl").write_text('{"type":"sampled","turn":1,"tok')
-    assert _recorded.drift(folder) == (0, 3)
 
 
 def test_answers_whose_text_has_other_tokens_are_counted(tmp_path: Path) -> None:
@@ -154,19 +141,7 @@ DEATH: list[Record] = [
 ]
 
 
-def test_replayed_turn_is_not_counted_as_sampled_again() -> None:
-    log = read([*DEATH, TurnTaken(1, 1), *turn(2, 2, "second", 3), EpisodeFinished(1, 2, (1, 2), 1.0)])
-    assert log.resampled_tokens() == 0
-    assert log.replayed_turns() == [True]
-
-
 def test_a_turn_that_is_sampled_again_is_counted() -> None:
     log = read([*DEATH, *turn(2, 2, "first", 4), EpisodeFinished(1, 2, (2,), 1.0)])
     assert log.resampled_tokens() == 4
     assert log.replayed_turns() == [False]
-
-
-def test_repetition_of_a_failed_attempt_is_not_counted() -> None:
-    log = read([*turn(1, 1, "first", 6), AttemptFailed(1, 1, 1, "ToolGone"), *turn(2, 2, "first", 6)])
-    assert log.resampled_tokens() == 0
-    assert log.failures == {(1, 1): "ToolGone"}

@@ -52,22 +52,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_install_names_packages_and_size_before_it_installs_them(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packages.install()
-    printed = capsys.readouterr().out
-    assert "installing 2 of Debian's packages: munge slurmd\n  Need to get 14.2 MB" in printed
-    assert "make uninstall-slurm removes them" in printed
-    assert [call.split()[1] for call in machine.calls] == [
-        "--simulate",
-        "update",
-        "--simulate",
-        "--assume-no",
-        "install",
-    ]
-
-
 def test_uninstall_removes_only_what_install_has_added(machine: Machine) -> None:
     packages.install()
     assert packages.uninstall() == "removed 2 packages; removed the user rrl-lab"

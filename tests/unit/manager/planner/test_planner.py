@@ -79,16 +79,6 @@ def test_undelivered_request_is_repeated_under_other_tags_but_not_without_end() 
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
-def test_repeated_first_request_serves_like_the_original_one() -> None:
-    world = World(job())
-    world.unanswered = True
-    world.play(timeout_s=1.0)
-    world.unanswered = False
-    world.happen(ev.IntentSettled(POOL, False, "never appeared in the queue", undelivered=True))
-    world.steady()
-    assert world.incarnations() == ONCE
-
-
 def test_the_first_pool_is_waited_for_as_long_as_the_queue_takes() -> None:
     world = World(job(limits=Limits(allocation=500.0)), nodes=3).wait(10 * DAY)
     assert (requests(world), world.decided(Release), world.state.finish) == ([POOL], [], None)
@@ -105,15 +95,6 @@ def test_dequeued_pool_is_requested_under_other_tags_but_not_without_end() -> No
         world.drop(requests(world)[-1], AllocationState.ENDED)
     assert world.decided(Finish)[0].why.evidence == (f"{requests(world)[-1]}: CANCELLED by 1000",)
     assert_nothing_is_left(world, Outcome.FAILED)
-
-
-def test_run_whose_pool_was_dequeued_once_runs_in_the_next_one() -> None:
-    world = World(job(), nodes=3).play(timeout_s=5.0)
-    world.drop(POOL)
-    world.play(timeout_s=5.0)
-    world.arrive(5)
-    world.steady()
-    assert world.incarnations() == ONCE
 
 
 # ── failure of one replica ───────────────────────────────────────────────────────────────────────────────────────────
@@ -150,24 +131,20 @@ def test_replica_that_fails_repeatedly_on_one_node_moves_to_the_spare() -> None:
     assert world.decided(Exclude) == []
 
 
-def test_the_pause_before_a_restart_doubles_up_to_a_minute() -> None:
-    world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=1.0))).steady()
+@pytest.mark.parametrize(
+    ("backoff", "expected"), [(1.0, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]), (90.0, [0.0, 90.0, 90.0])]
+)
+def test_pause_before_a_restart_doubles_up_to_a_minute_unless_it_is_configured_longer(
+    backoff: float, expected: list[float]
+) -> None:
+    world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=backoff))).steady()
     pauses = []
-    for _ in range(10):
+    for _ in expected:
         world.kill(R0)
         killed = world.now
         world.play(lambda: world.state.replica(R0).status is Status.LAUNCHING)
         pauses.append(round(world.now - killed, 3))
-    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
-
-
-def test_backoff_above_a_minute_is_kept_if_configured() -> None:
-    world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=90.0))).steady()
-    for pause in (0.0, 90.0, 90.0):
-        world.kill(R0)
-        killed = world.now
-        world.play(lambda: world.state.replica(R0).status is Status.LAUNCHING)
-        assert round(world.now - killed, 3) == pause
+    assert pauses == expected
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -264,24 +241,16 @@ def test_rollout_that_exceeded_its_budget_is_retired() -> None:
     assert world.incarnations() == ONCE | {R0: 4}
 
 
-@pytest.mark.parametrize("replica", [STORE, TRAINER])
-def test_required_replica_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=3, full_restarts=0))).steady()
+@pytest.mark.parametrize(("replica", "min_rollouts"), [(STORE, 1), (TRAINER, 1), (R0, 2)])
+def test_required_replica_ends_the_run_when_its_budget_is_spent(replica: ReplicaId, min_rollouts: int) -> None:
+    recovery = Recovery(per_node=9, per_replica=3, full_restarts=0)
+    world = World(job(min_rollouts=min_rollouts, recovery=recovery)).steady()
     for _ in range(4):
         world.kill(replica)
         world.play(timeout_s=60.0)
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
     assert f"3 restarts of {replica} within 600 s" in world.decided(Finish)[0].why.evidence
-
-
-def test_rollout_at_the_configured_minimum_ends_the_run_when_its_budget_is_spent() -> None:
-    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1, full_restarts=0))).steady()
-    world.kill(R0)
-    world.steady()
-    world.kill(R0)
-    world.play()
-    assert_nothing_is_left(world, Outcome.FAILED)
 
 
 def test_only_one_of_two_failed_rollouts_is_retired_if_one_is_needed() -> None:
@@ -579,12 +548,17 @@ def test_breaker_stops_the_exclusion_of_a_third_of_six_nodes() -> None:
     assert third - first == world.state.job.recovery.window
 
 
-def test_the_breaker_stops_the_exclusion_of_a_second_of_four_nodes() -> None:
-    world = World(job(spares=0)).steady()
-    world.lose_node(N3)
-    world.lose_node(N4)
+@pytest.mark.parametrize(
+    ("settings", "excluded"), [({"spares": 0}, [N3]), ({"rollouts": 6, "spares": 2}, [N3, N4])], ids=["of 4", "of 10"]
+)
+def test_breaker_permits_the_exclusion_of_one_node_or_a_fifth_of_the_nodes(
+    settings: dict[str, int], excluded: list[NodeName]
+) -> None:
+    world = World(job(**settings)).steady()  # type: ignore[arg-type]
+    for node in (N3, N4, N5):
+        world.lose_node(node)
     world.play(timeout_s=300.0)
-    assert [action.node for action in world.decided(Exclude)] == [N3]
+    assert [action.node for action in world.decided(Exclude)] == excluded
 
 
 def _loses_three(spares: int) -> World:
@@ -638,14 +612,6 @@ def test_failed_replica_waits_on_a_suspected_node_that_the_breaker_keeps() -> No
     fail(world, R0)
     world.play(timeout_s=100.0)
     assert (world.incarnations()[R0], world.state.nodes[node].excluded) == (2, None)
-
-
-def test_breaker_permits_the_exclusion_of_a_fifth_of_the_nodes() -> None:
-    world = World(job(rollouts=6, spares=2)).steady()
-    for node in (N3, N4, N5):
-        world.lose_node(node)
-    world.play(timeout_s=300.0)
-    assert [action.node for action in world.decided(Exclude)] == [N3, N4]
 
 
 def test_draining_node_keeps_its_replicas_and_gets_no_new_ones(world: World) -> None:

@@ -129,15 +129,12 @@ async def test_running_holder_is_respected_and_named(run: RunDir) -> None:
     renewing.cancel()
 
 
-def test_silent_holder_is_succeeded_after_the_timeout_and_not_before(run: RunDir) -> None:
-    acquire(run)
-    lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
-    assert lease.epoch == 2
-    assert waited >= TIMEOUT_S
-
-
-def test_holder_that_died_before_writing_its_file_is_succeeded(run: RunDir) -> None:
-    (run.epochs / "000001").touch()
+@pytest.mark.parametrize("wrote", [True, False], ids=["silent", "died before it wrote its file"])
+def test_silent_holder_is_succeeded_after_the_timeout_and_not_before(run: RunDir, wrote: bool) -> None:
+    if wrote:
+        acquire(run)
+    else:
+        (run.epochs / "000001").touch()
     lease, waited = virtual.run(seconds(Lease.acquire(run, TIMEOUT_S)))
     assert lease.epoch == 2
     assert waited >= TIMEOUT_S

@@ -53,7 +53,7 @@ def test_answer_of_which_the_agent_got_nothing_is_reported(scene: Scene, stream:
 @pytest.mark.parametrize("held_back", [False, True])
 def test_answer_is_used_once_its_agent_has_read_some_text(scene: Scene, held_back: bool) -> None:
     """Events without text tell the agent nothing: a token that is held back may be the beginning of a stop text."""
-    reply = scene.create(stream=True, **({"stop": "12"} if held_back else {}))
+    reply = scene.create(stream=True, stop="12" if held_back else None)
     turn = scene.wait_opened(1)
     scene.turns.sample(turn.id, *encode("1"))
     assert (next(reply).choices[0].delta.content or "") == ("" if held_back else "1")

@@ -143,21 +143,13 @@ def _around(start: int, end: int) -> Iterable[int]:
 
 
 @pytest.mark.parametrize("checkpoint_every", [3, 5])
+@pytest.mark.parametrize("of_calls", [9, pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
-    tmp_path: Path, checkpoint_every: int
+    tmp_path: Path, of_calls: int, checkpoint_every: int
 ) -> None:
     (tmp_path / "store").mkdir()
     recorded = _recorded(tmp_path / "store", checkpoint_every)
-    assert _crash_everywhere(recorded, tmp_path, _around, 9, checkpoint_every) > 200
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("checkpoint_every", [3, 5])
-def test_crash_at_any_call_keeps_the_batches_of_uncommitted_steps(tmp_path: Path, checkpoint_every: int) -> None:
-    (tmp_path / "store").mkdir()
-    recorded = _recorded(tmp_path / "store", checkpoint_every)
-    assert _crash_everywhere(recorded, tmp_path, _around, checkpoint_every=checkpoint_every) > 200
+    assert _crash_everywhere(recorded, tmp_path, _around, of_calls, checkpoint_every) > 200
 
 
 @pytest.mark.long

@@ -4,8 +4,8 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,26 +294,24 @@ class Script:
                 await asyncio.sleep(0.005)
 
 
-def _serve(
+@asynccontextmanager
+async def _serve(
     tmp_path: Path,
-    play: Callable[[Store, Server, Script], Awaitable[None]],
     done: Callable[[int], None] = lambda _: None,
     store: Store | None = None,
     note: Callable[[str], None] = lambda _: None,
-) -> None:
-    async def run(store: Store) -> None:
-        script = Script(store)
-        server = Server(store, cast(Listener, script), done, note)
-        running = asyncio.create_task(server.run())
-        await play(store, server, script)
-        server.stop()
-        await running
-
-    asyncio.run(run(store or open_store(tmp_path)))
+) -> AsyncIterator[tuple[Store, Server, Script]]:
+    store = store or open_store(tmp_path)
+    script = Script(store)
+    server = Server(store, cast(Listener, script), done, note)
+    running = asyncio.create_task(server.run())
+    yield store, server, script
+    server.stop()
+    await running
 
 
-def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
+    async with _serve(tmp_path) as (_, _, script):
         script.send_request(0, LeaseWork(ROLLOUT, 8))
         await script.until(lambda: 0 in script.replies)
         before = script.flushes
@@ -323,11 +321,9 @@ def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
         assert script.flushes - before <= 2
         assert all(script.replies[n] == Done() for n in range(1, 9))
 
-    _serve(tmp_path, play)
 
-
-def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_effect(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_effect(tmp_path: Path) -> None:
+    async with _serve(tmp_path) as (_, _, script):
         script.send_request(0, LeaseWork(ROLLOUT, 2))
         await script.until(lambda: 0 in script.replies)
         before = script.flushes
@@ -343,8 +339,6 @@ def test_append_with_a_request_for_work_is_answered_once_and_repeated_without_ef
         script.send_request(2, request)
         await script.until(lambda: 2 in script.replies)
         assert script.replies[2] == first, "a repeated request did not get the items of the lost answer"
-
-    _serve(tmp_path, play)
 
 
 async def test_denied_append_leases_nothing_until_it_is_sent_without_lost_trajectories(tmp_path: Path) -> None:
@@ -412,8 +406,8 @@ async def test_answer_that_cannot_be_made_durable_is_not_sent(tmp_path: Path) ->
     assert durable == [], "a commit that may be lost was reported as durable, after which checkpoints are deleted"
 
 
-def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(tmp_path: Path) -> None:
+    async with _serve(tmp_path) as (_, server, script):
         script.send_request(1, GetBatch(TRAINER, 1, wait=0.05))
         await script.until(lambda: script.replies.get(1) == NotReady())
         script.send_request(2, LeaseWork(ROLLOUT, 8, wait=DEADLINE))
@@ -426,8 +420,6 @@ def test_request_waits_for_its_stated_time_and_is_answered_as_soon_as_possible(t
         assert isinstance(leased, Leased)
         assert len(leased.items) == 8
 
-    _serve(tmp_path, play)
-
 
 def _ready(tmp_path: Path) -> Store:
     """Return a store with a batch for step 1."""
@@ -438,7 +430,7 @@ def _ready(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_batch_or_part_requested_by_many_members_is_built_once_per_round(
+async def test_batch_or_part_requested_by_many_members_is_built_once_per_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: bool
 ) -> None:
     made: list[int] = []
@@ -451,7 +443,7 @@ def test_batch_or_part_requested_by_many_members_is_built_once_per_round(
 
     monkeypatch.setattr(State, name, counted)
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (store, _, script):
         for ask in range(16):
             member = incarnation_of(member_id(TRAINER.replica, ask))
             script.send_request(ask, GetPart(member, 1, 0) if parts else GetBatch(member, 1))
@@ -461,8 +453,6 @@ def test_batch_or_part_requested_by_many_members_is_built_once_per_round(
         replies = {bytes(cast(msgspec.Raw, reply)) for reply in script.replies.values()}
         assert replies == {msgspec.msgpack.encode(expected)}
 
-    _serve(tmp_path, play, store=_ready(tmp_path))
-
 
 def _decoded(reply: Answer) -> Answer:
     """Return the reply that a trainer decodes from an encoded reply."""
@@ -470,8 +460,8 @@ def _decoded(reply: Answer) -> Answer:
     return decoded
 
 
-def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> None:
+    async with _serve(tmp_path) as (store, server, script):
         lease(store)
         script.send_request(1, GetPart(TRAINER, 1, 0, wait=math.inf))
         await script.until(lambda: bool(server._parked))
@@ -491,8 +481,6 @@ def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> N
         assert script.replies[5] == NotReady()
         assert isinstance(script.replies[6], Denied)
 
-    _serve(tmp_path, play)
-
 
 @pytest.mark.parametrize(
     ("request_", "why"),
@@ -508,36 +496,32 @@ def test_request_for_a_part_waits_until_a_group_is_complete(tmp_path: Path) -> N
         ),
     ],
 )
-def test_data_larger_than_a_message_is_refused_before_it_is_sent(
+async def test_data_larger_than_a_message_is_refused_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: StepRequest, why: str
 ) -> None:
     monkeypatch.setattr(server_module, "CONTROL_BOUNDS", Bounds(2**10, 1000))
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (_, _, script):
         script.send_request(1, request_)
         await script.until(lambda: 1 in script.replies)
         denial = script.replies[1]
         assert isinstance(denial, Denied)
         assert denial.why == why
 
-    _serve(tmp_path, play, store=_ready(tmp_path))
 
-
-def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_fenced_member_is_denied_a_batch_that_others_get(tmp_path: Path) -> None:
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (_, _, script):
         script.send_request(1, GetBatch(incarnation_of("trainer/0", 2), 1))
         script.send_request(2, GetBatch(TRAINER, 1))
         await script.until(lambda: len(script.replies) == 2)
         assert isinstance(script.replies[1], msgspec.Raw)
         assert isinstance(script.replies[2], Denied)
 
-    _serve(tmp_path, play, store=_ready(tmp_path))
 
-
-def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> None:
+async def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> None:
     answers_sent: list[int | None] = []
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path) as (store, server, script):
         send = script.send
 
         async def counted(peer: bytes, message: Answer, request: int | None = None) -> None:
@@ -554,8 +538,6 @@ def test_request_repeated_while_it_waits_is_answered_once(tmp_path: Path) -> Non
         script.send_request(2, LeaseWork(ROLLOUT, 0, 0.0))
         await script.until(lambda: {1, 2} <= script.replies.keys())
         assert answers_sent.count(1) == 1
-
-    _serve(tmp_path, play)
 
 
 async def test_slow_reply_is_accepted_although_the_request_was_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,27 +662,27 @@ async def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_n
     assert [request.weights for request in dialer.calls] == [0, 0, 1]
 
 
-def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: Path) -> None:
+async def test_outdated_answer_is_sent_at_once_and_is_not_counted_as_served(tmp_path: Path) -> None:
     served: list[int] = []
-
-    async def play(store: Store, server: Server, script: Script) -> None:
-        script.send_request(0, LeaseWork(ROLLOUT, 8, wait=DEADLINE, weights=0))
-        await script.until(lambda: 0 in script.replies)
-        assert script.replies[0] == Leased((), outdated=True)
 
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
-    _serve(tmp_path, play, served.append, store)
+    async with _serve(tmp_path, served.append, store) as (_, _, script):
+        script.send_request(0, LeaseWork(ROLLOUT, 8, wait=DEADLINE, weights=0))
+        await script.until(lambda: 0 in script.replies)
+        assert script.replies[0] == Leased((), outdated=True)
     assert sum(served) == 0
 
 
 @pytest.mark.parametrize("request_of", [GetBatch(TRAINER, 2, DEADLINE), GetPart(TRAINER, 2, 0, DEADLINE)])
-def test_missing_newer_weights_are_warned_about_once(
+async def test_missing_newer_weights_are_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request_of: StepRequest
 ) -> None:
     monkeypatch.setattr(server_module, "WEIGHTS_WARNING_AFTER_S", 0.0)
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
+    async with _serve(tmp_path, store=store) as (_, _, script):
         script.send_request(
             0, LeaseWork(ROLLOUT, 8, weights=0)
         )  # the trainer is in its step, so that old weights are normal
@@ -711,21 +693,17 @@ def test_missing_newer_weights_are_warned_about_once(
         for ask in (2, 3, 4, 5):
             script.send_request(ask, LeaseWork(ROLLOUT, 8, weights=0))
             await script.until(partial(script.replies.__contains__, ask))
-
-    store = open_store(tmp_path, staleness=0)
-    train(store, 1, at_most=BATCH * GROUP, weights=0)
-    _serve(tmp_path, play, store=store)
     assert caplog.text.count("the trainer waits for a batch, and the rollouts wait for newer weights") == 1
 
 
-def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
+async def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
     monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
     notes: list[str] = []
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, store=open_store(tmp_path, staleness=0), note=notes.append) as (_, _, script):
         script.send_request(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
         script.send_request(1, GetBatch(TRAINER, 1, wait=0.0))
         await script.until(lambda: bool(notes))
@@ -746,17 +724,15 @@ def test_note_gives_the_wait_reason_and_is_cleared_with_the_batch(
         await script.until(lambda: notes[-1] == "")
         assert isinstance(script.replies[8], msgspec.Raw)
 
-    _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
 
-
-def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
+async def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
     monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
     notes: list[str] = []
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, note=notes.append) as (store, _, script):
         script.send_request(0, GetPart(TRAINER, 1, 0, wait=0.0))
         await script.until(lambda: bool(notes))
         assert notes[-1] == (
@@ -777,13 +753,11 @@ def test_note_on_a_waiting_part_is_cleared_when_a_batch_is_requested(
         await script.until(lambda: notes[-1] == "")
         assert isinstance(script.replies[3], msgspec.Raw)
 
-    _serve(tmp_path, play, note=notes.append)
 
-
-def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
+async def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
     served: list[int] = []
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, served.append) as (_, _, script):
         script.send_request(0, LeaseWork(ROLLOUT, 1000))
         await script.until(lambda: 0 in script.replies)
         assert sum(served) == 1
@@ -797,19 +771,17 @@ def test_negative_replies_do_not_count_as_work_of_the_store(tmp_path: Path) -> N
         script.send_request(6, LeaseScoring(REWARD, 8))
         await script.until(lambda: len(script.replies) == 7)
         await script.until(lambda: sum(served) >= 3)
-
-    _serve(tmp_path, play, served.append)
     assert sum(served) == 3
 
 
-def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
+async def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_path: Path) -> None:
     """Every rollout requests weight versions every few seconds.
 
     If the answers counted, a store that serves no work would never count as hung.
     """
     served: list[int] = []
 
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path, served.append) as (_, server, script):
         script.send_request(0, FollowVersions(ROLLOUT, wait=DEADLINE))
         await script.until(lambda: server._followers.due < math.inf)
         version = Version(4, 1)
@@ -820,13 +792,11 @@ def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(tmp_pat
             == script.replies[1]
             == NewestVersion(version, (WeightSource(TRAINER, "tcp://trainer", version),))
         )
-
-    _serve(tmp_path, play, served.append)
     assert sum(served) == 0
 
 
-def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) -> None:
+    async with _serve(tmp_path) as (_, server, script):
         late, version = incarnation_of("rollout/7"), Version(4, 1)
         script.send_request(0, FollowVersions(late, wait=DEADLINE))
         script.send_request(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
@@ -835,8 +805,6 @@ def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: Path) 
         server.update_membership(frozenset((*ALL, late)))
         await script.until(lambda: 0 in script.replies)
         assert isinstance(script.replies[0], NewestVersion)
-
-    _serve(tmp_path, play)
 
 
 async def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Path) -> None:
@@ -871,10 +839,10 @@ async def test_probe_of_the_store_is_answered_by_its_own_event_loop(tmp_path: Pa
 
 
 # ── data that the trainer does not take ──────────────────────────────────────────────────────────────────────────────
-def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
+async def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+    async with _serve(tmp_path) as (store, server, script):
         assert not server.data_report().untaken, "data counts as untaken although no step is complete"
         generate(store)
         score(store)
@@ -887,11 +855,9 @@ def test_data_are_untaken_while_the_trainer_does_not_request_a_complete_step(
             "the trainer neither commits nor requests data, and the data does not count as untaken"
         )
 
-    _serve(tmp_path, play)
 
-
-def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path: Path) -> None:
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (store, server, script):
         while not server._parked:
             server._data_requested_at, step = -math.inf, len(script.replies) + 1
             script.send_request(step, GetBatch(TRAINER, step, wait=DEADLINE))
@@ -899,16 +865,12 @@ def test_data_are_not_untaken_while_a_request_for_the_next_step_is_open(tmp_path
         assert store.has_data(), "the store has no data, though the steps before are not committed"
         assert not server.data_report().untaken
 
-    _serve(tmp_path, play, store=_ready(tmp_path))
 
-
-def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -> None:
-    async def play(store: Store, server: Server, script: Script) -> None:
+async def test_requests_of_a_fenced_trainer_do_not_hide_untaken_data(tmp_path: Path) -> None:
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (_, server, script):
         script.send_request(0, GetBatch(incarnation_of("trainer/0", 0), 1))
         await script.until(lambda: 0 in script.replies)
         assert server.data_report().untaken
-
-    _serve(tmp_path, play, store=_ready(tmp_path))
 
 
 def test_groups_held_back_by_the_staleness_limit_are_no_untaken_data(tmp_path: Path) -> None:

@@ -702,11 +702,3 @@ def test_allocation_with_an_orphan_step_is_not_kept(world: World) -> None:
     assert world.over
     assert [action.allocation for action in world.decided(Release)] == [POOL]
     assert final_reason(world.state) == "cancelled by me"
-
-
-def test_end_of_walltime_names_how_to_resume() -> None:
-    world = at_step(World(job(walltime=3600.0)).steady(), 2).play()
-    assert final_reason(world.state) == (
-        f"the walltime of 3600 s ends; 2 of 3 steps are committed; rrl resume {RUN} goes on from step 2"
-    )
-    assert world.decided(Finish)[0].why.deadline is not None
