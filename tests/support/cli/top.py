@@ -6,7 +6,7 @@ import asyncio
 import html
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -77,20 +77,9 @@ class Top:
         return "\n".join(line.rstrip() for _, line in sorted(lines.items()))
 
 
-def play(
-    scene: Callable[[Top], Awaitable[None]], now: float, size: tuple[int, int] = (80, 24), opened: RunDir | None = None
-) -> None:
-    """Run a scene in the application at the wall clock time ``now`` (s); ``opened`` is the run that it shows first."""
-
-    async def played() -> None:
-        async with running(now, size, opened) as top:
-            await scene(top)
-
-    asyncio.run(played())
-
-
 @asynccontextmanager
-async def running(now: float, size: tuple[int, int], opened: RunDir | None) -> AsyncIterator[Top]:
+async def running(now: float, size: tuple[int, int] = (80, 24), opened: RunDir | None = None) -> AsyncIterator[Top]:
+    """Run the application at the wall clock time ``now`` (s); ``opened`` is the run that it shows first."""
     app = TopApp(RunsWatcher(opened, lambda: now), opened)
     app.animation_level = "none"
     async with app.run_test(size=size, notifications=True) as pilot:

@@ -17,7 +17,7 @@ from rrl.core.types import GpuUse, NodeName
 from rrl.manager.model import events as ev
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.cli.text_snapshots import FOLDER, equals_file
-from rrl.tests.support.cli.top import Top, allowing, managed, play
+from rrl.tests.support.cli.top import Top, allowing, managed, running
 
 DOCS = Path(__file__).parents[5] / "docs"
 
@@ -67,25 +67,21 @@ async def replica(top: Top) -> None:
 
 
 @pytest.mark.parametrize("scene", [run, replica], ids=["run", "replica"])
-def test_screen_equals_its_picture(root: Path, scene: Callable[[Top], Awaitable[None]]) -> None:
+async def test_screen_equals_its_picture(root: Path, scene: Callable[[Top], Awaitable[None]]) -> None:
     story = with_gpus(allowing())
     opened = written(story, root)
 
-    async def played(top: Top) -> None:
+    async with running(story.now, (80, 24), opened) as top:
         await scene(top)
         equals_file(FOLDER / f"top_{scene.__name__}_80.svg", await top.settled_picture())
 
-    play(played, story.now, (80, 24), opened)
 
-
-def test_picture_of_the_docs_is_that_of_the_program(root: Path) -> None:
+async def test_picture_of_the_docs_is_that_of_the_program(root: Path) -> None:
     story = with_gpus(allowing())
     opened = written(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, (96, 24), opened) as top:
         await run(top)
         picture = await top.settled_picture()
         assert "http" not in picture.replace("http://www.w3.org/", "").replace("https://www.textualize.io", "")
         equals_file(DOCS / "top.svg", picture)
-
-    play(scene, story.now, (96, 24), opened)

@@ -18,7 +18,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.storage.journal import Journal
 from rrl.tests.support.cli.status_scenes import crowded, gang
 from rrl.tests.support.cli.story import Story, completed, job_view
-from rrl.tests.support.cli.top import Top, allowing, managed, play
+from rrl.tests.support.cli.top import Top, allowing, managed, running
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def three_runs(root: Path) -> float:
     return story.now
 
 
-def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
+async def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
     now = three_runs(root)
 
-    async def scene(top: Top) -> None:
+    async with running(now) as top:
         shown = await top.shows("3 runs in ~/rrl-runs, 2 not ended", "ccc-1")
         assert shown.splitlines()[2].split()[:3] == ["ccc-1", "completed", "12/12"]
         assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
@@ -89,13 +89,11 @@ def test_runs_are_listed_newest_first_and_sorted_by_keys(root: Path) -> None:
         assert "▲" not in top.text()
         assert names(top) == ["ccc-1", "bbb-1", "aaa-1"]
 
-    play(scene, now)
 
-
-def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
+async def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
     now = three_runs(root)
 
-    async def scene(top: Top) -> None:
+    async with running(now) as top:
         await top.shows("ccc-1")
         await top.press("slash", *"COMPL", "enter")
         assert names(top) == ["ccc-1"]
@@ -104,31 +102,29 @@ def test_filter_shows_only_rows_that_contain_the_text(root: Path) -> None:
         await top.press("slash", *"nothing of this kind")
         assert "bbb-1" not in top.text()
 
-    play(scene, now)
-
 
 # ── runs that cannot be read ───────────────────────────────────────────────────────────────────────────────────────
-def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_journal_of_an_older_rrl_is_named_and_hides_no_other_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as older:
         older.setattr("rrl.manager.storage.journal.SCHEMA", 1)
         written(Story("old-1").works(), root)
     story = allowing("new-1")
     written(story, root, 10)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, (200, 60)) as top:
         await top.shows("old-1", "unreadable: ", "new-1")
         await top.press("enter")
         await top.shows("written by an older rrl", "submit the job again")
         await top.press("r", "d", "i")
         assert "written by an older rrl" in top.text()
 
-    play(scene, story.now, (200, 60))
 
-
-def test_run_screen_reports_a_folder_that_vanished(root: Path, story: Story) -> None:
+async def test_run_screen_reports_a_folder_that_vanished(root: Path, story: Story) -> None:
     run = written(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now) as top:
         await top.shows("quick-7")
         await top.press("enter")
         await top.shows("trajectories/0")
@@ -138,10 +134,8 @@ def test_run_screen_reports_a_folder_that_vanished(root: Path, story: Story) -> 
         await top.press("r", "enter", "escape")
         await top.shows("0 runs in ~/rrl-runs")
 
-    play(scene, story.now)
 
-
-def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_asked(
+async def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_asked(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs, asked = tmp_path / "bin", tmp_path / "asked"
@@ -156,18 +150,18 @@ def test_run_on_slurm_without_a_manager_is_shown_as_unknown_and_slurm_is_not_ask
     fresh.create()
     fresh.run_spec.write_bytes((root / "slurm-1" / "run_spec.json").read_bytes())
 
-    async def scene(top: Top) -> None:
+    async with running(story.now) as top:
         await top.shows("slurm-1", "unknown", "slurm-2", "submitted")
         await top.press("slash", *"unknown", "enter", "enter")
         await top.shows("whether the roles go on is unknown", "Slurm is not asked here: rrl status slurm-1")
         await top.press("d")
         await top.shows("Drain n1?", "Nothing happens before a manager is at work")
-
-    play(scene, story.now)
     assert not asked.exists()
 
 
-def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pytest.MonkeyPatch, story: Story) -> None:
+async def test_storage_that_hangs_does_not_stop_the_keys(
+    root: Path, monkeypatch: pytest.MonkeyPatch, story: Story
+) -> None:
     segment = written(story, root).journal / "000009-000001.seg"
     hangs, answers = threading.Event(), threading.Event()
 
@@ -179,7 +173,7 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pyte
 
     monkeypatch.setattr(OwnPath, "open", opened)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now) as top:
         await top.shows("quick-7")
         segment.touch()
         await top.until(hangs.is_set)
@@ -187,18 +181,20 @@ def test_storage_that_hangs_does_not_stop_the_keys(root: Path, monkeypatch: pyte
         await top.shows("Keys", "Show the keys of a screen")
         answers.set()
 
-    play(scene, story.now)
-
 
 # ── a run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def opened(story: Story, root: Path) -> RunDir:
     return managed(written(story, root))
 
 
-def test_run_shows_new_steps_as_they_are_recorded(root: Path, story: Story) -> None:
-    run = opened(story, root)
+@pytest.fixture
+def run(story: Story, root: Path) -> RunDir:
+    return opened(story, root)
 
-    async def scene(top: Top) -> None:
+
+async def test_run_shows_new_steps_as_they_are_recorded(story: Story, run: RunDir) -> None:
+
+    async with running(story.now, opened=run) as top:
         await top.shows("quick-7  ● running   step 12/40", "#2  n3    generate", "on login1")
         goes_on(
             story,
@@ -208,13 +204,10 @@ def test_run_shows_new_steps_as_they_are_recorded(root: Path, story: Story) -> N
         )
         await top.shows("step 13/40", "v13")
 
-    play(scene, story.now, opened=run)
 
+async def test_enter_opens_a_replica_and_escape_goes_back(story: Story, run: RunDir) -> None:
 
-def test_enter_opens_a_replica_and_escape_goes_back(root: Path, story: Story) -> None:
-    run = opened(story, root)
-
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0")
         await top.press("down", "down", "down", "enter")
         shown = await top.shows("rollout/0  #2  ● generate", "phases      loading_weights → generate")
@@ -224,15 +217,12 @@ def test_enter_opens_a_replica_and_escape_goes_back(root: Path, story: Story) ->
         await top.press("escape")
         await top.shows("1 runs in ~/rrl-runs")
 
-    play(scene, story.now, opened=run)
 
-
-def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path, story: Story) -> None:
-    run = opened(story, root)
+async def test_replica_shows_the_end_of_its_log_and_new_lines(story: Story, run: RunDir) -> None:
     log = run.logs / f"{run.id}.rollout-1.1.log"
     log.write_text("".join(f"2026-11-20T09:00:{n:02}.000000Z line {n}\n" for n in range(60)))
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, (100, 30), run) as top:
         await top.shows("trajectories/0")
         await top.press(*LAST, "enter")
         await top.shows("rollout/1#1 line 59")
@@ -241,20 +231,15 @@ def test_replica_shows_the_end_of_its_log_and_new_lines(root: Path, story: Story
         shown = await top.shows("a new line")
         assert "\\x1b]0;owned" in shown, "a control sequence of a role has reached the terminal"
 
-    play(scene, story.now, (100, 30), run)
 
+async def test_explanation_is_that_of_rrl_explain(story: Story, run: RunDir) -> None:
 
-def test_explanation_is_that_of_rrl_explain(root: Path, story: Story) -> None:
-    run = opened(story, root)
-
-    async def scene(top: Top) -> None:
+    async with running(story.now, (100, 40), run) as top:
         await top.shows("trajectories/0")
         await top.press("down", "down", "down", "e")
         await top.shows("quick-7: decisions about rollout/0", "replace rollout/0#1 on n3", "killed by signal 9")
         await top.press("escape", "E")
         await top.shows("quick-7: decisions", "start 10 processes")
-
-    play(scene, story.now, (100, 40), run)
 
 
 # ── changes ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -262,10 +247,9 @@ def commands(run: RunDir) -> list[Command]:
     return pending_commands(run)
 
 
-def test_restart_is_requested_only_once_it_is_confirmed(root: Path, story: Story) -> None:
-    run = opened(story, root)
+async def test_restart_is_requested_only_once_it_is_confirmed(story: Story, run: RunDir) -> None:
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0")
         await top.press(*LAST, "r")
         shown = await top.shows("Restart rollout/1?", "rrl restart quick-7 rollout/1")
@@ -277,16 +261,13 @@ def test_restart_is_requested_only_once_it_is_confirmed(root: Path, story: Story
         await top.shows("Restart rollout/1?")
         await top.pilot.click("#confirm")
         await top.shows("its manager is asked to", "restart rollout/1")
-
-    play(scene, story.now, opened=run)
     (command,) = commands(run)
     assert (command.command, command.target) == ("restart", "rollout/1")
 
 
-def test_drain_takes_a_reason_and_names_what_moves(root: Path, story: Story) -> None:
-    run = opened(story, root)
+async def test_drain_takes_a_reason_and_names_what_moves(story: Story, run: RunDir) -> None:
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0")
         await top.press("n")
         await top.shows("in use")
@@ -297,16 +278,13 @@ def test_drain_takes_a_reason_and_names_what_moves(root: Path, story: Story) -> 
         await top.pilot.click("#reason")
         await top.press(*"fan is loud", "enter", "enter")
         await top.shows("its manager is asked to", "drain n1")
-
-    play(scene, story.now, opened=run)
     (command,) = commands(run)
     assert (command.command, command.target, command.reason) == ("drain", "n1", "fan is loud")
 
 
-def test_fault_is_checked_described_and_then_confirmed(root: Path, story: Story) -> None:
-    run = opened(story, root)
+async def test_fault_is_checked_described_and_then_confirmed(story: Story, run: RunDir) -> None:
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0")
         await top.press(*LAST, "enter")
         await top.shows("rollout/1  #1")
@@ -320,45 +298,38 @@ def test_fault_is_checked_described_and_then_confirmed(root: Path, story: Story)
         assert commands(run) == []
         await top.pilot.click("#confirm")
         await top.shows("kill rollout/1 is requested")
-
-    play(scene, story.now, opened=run)
     (command,) = commands(run)
     assert command.fault is not None
     assert (command.fault.kind, command.fault.target) == (FaultKind.KILL, "rollout/1")
 
 
-def test_faults_are_offered_only_where_the_job_allows_them(root: Path) -> None:
+async def test_faults_are_offered_only_where_the_job_allows_them(root: Path) -> None:
     story = Story("safe-1").works()
     run = opened(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0", "Restart")
         assert "Inject" not in top.text()
         await top.press("i", "enter", "i")
         await top.shows("trajectories/0  #1")
         assert "Inject" not in top.text()
 
-    play(scene, story.now, opened=run)
 
-
-def test_nothing_of_a_run_that_has_ended_can_be_changed(root: Path) -> None:
+async def test_nothing_of_a_run_that_has_ended_can_be_changed(root: Path) -> None:
     story = completed("done-1")
     run = written(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         shown = await top.shows("done-1  ● completed", "restart in place on n3")
         assert "Drain" not in shown
         await top.press("r", "d", "i", "enter", "r", "d", "i")
         assert "Restart" not in await top.shows("trajectories/0  #1")
-
-    play(scene, story.now, opened=run)
     assert commands(run) == []
 
 
-def test_request_that_fails_is_shown_with_its_reason(root: Path, story: Story) -> None:
-    run = opened(story, root)
+async def test_request_that_fails_is_shown_with_its_reason(story: Story, run: RunDir) -> None:
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, (160, 40), run) as top:
         await top.shows("trajectories/0")
         await top.press("r")
         await top.shows("Restart trajectories/0?")
@@ -366,33 +337,27 @@ def test_request_that_fails_is_shown_with_its_reason(root: Path, story: Story) -
         await top.pilot.click("#confirm")
         await top.shows("such", "file", "directory")  # words of the message, which may wrap after a long folder name
 
-    play(scene, story.now, (160, 40), run)
 
-
-def test_rank_of_a_gang_is_restarted_with_all_its_ranks(root: Path) -> None:
+async def test_rank_of_a_gang_is_restarted_with_all_its_ranks(root: Path) -> None:
     story = gang()
     run = opened(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trainer/0.1")
         await top.press("slash", *"trainer/0.1", "enter", "r")
         await top.shows("Restart trainer/0?", "All 2 ranks of trainer/0 are ended and started again")
         await top.shows("Training goes on from the last committed step, 12")
 
-    play(scene, story.now, opened=run)
-
 
 # ── whole sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_many_replicas_are_all_listed_and_can_be_filtered(root: Path) -> None:
+async def test_many_replicas_are_all_listed_and_can_be_filtered(root: Path) -> None:
     story = crowded()
     run = opened(story, root)
 
-    async def scene(top: Top) -> None:
+    async with running(story.now, opened=run) as top:
         await top.shows("trajectories/0")
         assert len(names(top)) == 43
         await top.press("slash", *"dead", "enter")
         assert names(top) == ["rollout/17"]
         await top.press("enter")
         await top.shows("rollout/17  #1  ● dead", "FAIL process ended", "step: its step ended by signal 9")
-
-    play(scene, story.now, opened=run)
