@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.runtime import Manager
 from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseLost
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.manager.handling import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Handling
 from rrl.tests.support.manager.jobs import RUN, job
 from rrl.transport import messages as msg
@@ -55,12 +56,6 @@ def storage() -> Iterator[Storage]:
     storage = Storage()
     yield storage
     storage.back.set()
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 class FakeListener:
@@ -108,15 +103,15 @@ async def test_messages_are_handled_while_the_run_directory_hangs(
     hears = asyncio.create_task(manager._receive_loop())
     line.deliver(WANTED)
     line.deliver(HELLO)
-    await until(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
+    await eventually(lambda: any(isinstance(one, msg.Welcome) for one in line.sent))
     for step in range(50):
         line.deliver(msg.VersionAvailable(R1, Version(step, 1)))
-    await until(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
+    await eventually(lambda: ev.VersionAvailable(R1, Version(49, 1)) in standing.events)
     manager._after_poll()
     assert storage.hung == 2, "more calls hang than one check for a successor and one for ended steps"
     assert not storage.back.is_set()
     storage.back.set()
-    await until(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
+    await eventually(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
     hears.cancel()
     await asyncio.gather(hears, return_exceptions=True)
 
@@ -134,7 +129,7 @@ async def test_witnessed_end_counts_once_its_exit_record_can_be_read(
     assert any(isinstance(one, msg.Welcome) for one in standing.sent)
     assert not any(isinstance(event, ev.StepEnded) for event in standing.events)
     storage.back.set()
-    await until(lambda: any(isinstance(event, ev.StepEnded) for event in standing.events))
+    await eventually(lambda: any(isinstance(event, ev.StepEnded) for event in standing.events))
 
 
 async def test_successor_found_by_a_delayed_lease_check_stops_the_manager(
@@ -171,7 +166,7 @@ async def test_no_decision_is_made_before_the_first_lease_check_after_a_stall(
     storage.hangs(lease_module, "_file", monkeypatch)
     _overdue(lease)
     both = [asyncio.create_task(lease.ensure_current()) for _ in range(2)]
-    await until(lambda: storage.hung)
+    await eventually(lambda: storage.hung)
     assert not any(task.done() for task in both)
     storage.back.set()
     results = await asyncio.gather(*both, return_exceptions=True)

@@ -23,6 +23,11 @@ TABLE_5B = {
 """The classes of Xids from the sources in docs/sources.md. Only the class of 92, which the sources ignore, is rrl's."""
 
 
+@pytest.fixture
+def node() -> ObservedNode:
+    return ObservedNode().gpus()
+
+
 def _codes(text: str) -> set[int]:
     spans = [(part.partition("-")[0], part.partition("-")[2] or part) for part in text.split()]
     return {code for first, last in spans for code in range(int(first), int(last) + 1)}
@@ -123,8 +128,7 @@ def test_xid_154_without_action_text_has_no_effect() -> None:
 
 
 # ── repeated Xids ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails() -> None:
-    node = ObservedNode().gpus()
+def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails(node: ObservedNode) -> None:
     node.node_state.set_tenant(["GPU-0"], "rollout", "rollout/0#1")
     node.xid(31).passes(HOUR).xid(31)
     assert node.verdict("xid") is Verdict.WARN
@@ -136,8 +140,7 @@ def test_repeated_application_xid_on_one_gpu_warns_and_under_two_roles_fails() -
     assert not found.proof
 
 
-def test_application_xid_on_different_gpus_under_two_roles_only_warns() -> None:
-    node = ObservedNode().gpus()
+def test_application_xid_on_different_gpus_under_two_roles_only_warns(node: ObservedNode) -> None:
     for role, incarnation in (("rollout", "rollout/0#1"), ("trainer", "trainer/0#1")):
         node.node_state.set_tenant(["GPU-0", "GPU-1"], role, incarnation)
         node.passes(HOUR).xid(13).xid(13, index=1)
@@ -158,8 +161,7 @@ def test_one_nvlink_error_warns_and_a_fatal_or_second_one_fails() -> None:
     assert (again.verdict("xid"), again.one("xid").remedy) == (Verdict.FAIL, Remedy.SUPPORT)
 
 
-def test_five_fatal_xids_within_a_day_need_support() -> None:
-    node = ObservedNode().gpus()
+def test_five_fatal_xids_within_a_day_need_support(node: ObservedNode) -> None:
     for _ in range(5):
         node.xid(119).passes(HOUR)
     assert node.check_again().one("xid").remedy is Remedy.SUPPORT
@@ -189,8 +191,7 @@ def test_xid_of_a_missing_power_cable_warns_and_needs_support() -> None:
 
 # ── Xids around the end of a role, and their sources ─────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("code", [13, 31, 74, 54, 61])
-def test_application_xid_around_our_own_kill_has_no_finding(code: int) -> None:
-    node = ObservedNode().gpus()
+def test_application_xid_around_our_own_kill_has_no_finding(code: int, node: ObservedNode) -> None:
     node.node_state.on_our_kill(node.now - 20)
     assert node.xid(code).verdict("xid") is Verdict.OK
     late = ObservedNode().gpus().xid(code)
@@ -202,8 +203,7 @@ def test_application_xid_around_our_own_kill_has_no_finding(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [79, 95])
-def test_severe_xid_around_our_own_kill_still_fails(code: int) -> None:
-    node = ObservedNode().gpus()
+def test_severe_xid_around_our_own_kill_still_fails(code: int, node: ObservedNode) -> None:
     node.node_state.on_our_kill(node.now)
     assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
 

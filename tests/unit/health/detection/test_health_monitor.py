@@ -14,6 +14,11 @@ TWO = Incarnation(ReplicaId("rollout/0"), 2)
 TWIN = Incarnation(ReplicaId("rollout/1"), 1)
 
 
+@pytest.fixture
+def monitor() -> HealthMonitor:
+    return monitor_with(ONE)
+
+
 def monitor_with(*incarnations: Incarnation, phase: str = "generate") -> HealthMonitor:
     monitor = HealthMonitor()
     for incarnation in incarnations:
@@ -23,8 +28,7 @@ def monitor_with(*incarnations: Incarnation, phase: str = "generate") -> HealthM
     return monitor
 
 
-def test_newer_incarnation_replaces_older_one_whose_messages_are_then_ignored() -> None:
-    monitor = monitor_with(ONE)
+def test_newer_incarnation_replaces_older_one_whose_messages_are_then_ignored(monitor: HealthMonitor) -> None:
     monitor.on_launched(TWO, N2, 10.0)
     monitor.on_heartbeat(ONE, "generate", 99, None, 11.0)
     monitor.on_hello(ONE, N1, "generate", 11.0)
@@ -65,8 +69,7 @@ def test_incarnation_neither_launched_nor_admitted_is_ignored() -> None:
     assert not monitor.replicas
 
 
-def test_second_launch_of_the_same_incarnation_changes_nothing() -> None:
-    monitor = monitor_with(ONE)
+def test_second_launch_of_the_same_incarnation_changes_nothing(monitor: HealthMonitor) -> None:
     monitor.on_launched(ONE, N1, 50.0)
     assert (monitor.replicas[ONE.replica].launched_at, monitor.replicas[ONE.replica].status) == (0.0, "joined")
 
@@ -79,8 +82,7 @@ def test_hello_moves_incarnation_to_the_node_it_names() -> None:
     assert (list(monitor.nodes[N1].residents), list(monitor.nodes[N2].residents)) == ([], [ONE])
 
 
-def test_only_a_rise_of_done_is_progress() -> None:
-    monitor = monitor_with(ONE)
+def test_only_a_rise_of_done_is_progress(monitor: HealthMonitor) -> None:
     monitor.on_heartbeat(ONE, "generate", 5, None, 3.0)
     monitor.on_heartbeat(ONE, "generate", 5, None, 4.0)
     monitor.on_heartbeat(ONE, "generate", 2, None, 5.0)  # a late heartbeat, after a reconnection
@@ -140,8 +142,7 @@ def test_replacement_and_siblings_share_the_usual_duration_of_their_role() -> No
     assert monitor.replicas[TWO.replica].usual_duration == pytest.approx(10.0)
 
 
-def test_usual_duration_of_progressing_phase_is_the_time_between_rises() -> None:
-    monitor = monitor_with(ONE)
+def test_usual_duration_of_progressing_phase_is_the_time_between_rises(monitor: HealthMonitor) -> None:
     for tick in range(1, 7):
         monitor.on_heartbeat(ONE, "generate", tick, None, 2.0 + 3 * tick)
     assert monitor.replicas[ONE.replica].usual_duration == pytest.approx(3.0)
@@ -174,8 +175,7 @@ def test_unknown_node_state_changes_nothing() -> None:
     assert (view.state, view.detail, view.since, view.observations) == ("down", "not responding", 5.0, 1)
 
 
-def test_released_node_is_removed_with_its_incarnations() -> None:
-    monitor = monitor_with(ONE)
+def test_released_node_is_removed_with_its_incarnations(monitor: HealthMonitor) -> None:
     agent = Incarnation(ReplicaId("agent/n1"), 1)
     monitor.on_agent_message(N1, agent, 3.0)
     monitor.remove_node(N1)

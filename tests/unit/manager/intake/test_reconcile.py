@@ -49,6 +49,16 @@ NOTHING = ClusterSnapshot(nodes={}, allocations={}, steps={})
 BLIND = ClusterSnapshot(nodes=None, allocations=None, steps=None, unknown="squeue: timed out")
 
 
+@pytest.fixture
+def lost() -> LostNode:
+    return LostNode()
+
+
+@pytest.fixture
+def looks() -> Polls:
+    return Polls(*HELD)
+
+
 class Polls:
     """A state after events at time 0, and polls of the cluster by one manager."""
 
@@ -163,15 +173,13 @@ def test_ended_salloc_attempt_does_not_end_a_request_still_in_progress() -> None
     ]
 
 
-def test_allocation_missing_from_one_poll_is_kept() -> None:
-    looks = Polls(*HELD)
+def test_allocation_missing_from_one_poll_is_kept(looks: Polls) -> None:
     for _ in range(5):
         assert looks.poll(NOTHING) == []
         assert looks.poll(listed(RUNNING)) == []
 
 
-def test_allocation_missing_for_longer_than_the_quiet_period_is_gone() -> None:
-    looks = Polls(*HELD)
+def test_allocation_missing_for_longer_than_the_quiet_period_is_gone(looks: Polls) -> None:
     for at in (1.0, 2.0, QUIET):
         assert looks.poll(NOTHING, at=at) == []
     assert looks.poll(NOTHING, at=QUIET + 1.0) == [ev.AllocationChanged(POOL, None)]
@@ -184,8 +192,7 @@ def test_released_allocation_is_gone_after_two_polls_without_it() -> None:
     assert looks.poll(NOTHING) == [ev.AllocationChanged(POOL, None)]
 
 
-def test_old_answer_with_a_pending_allocation_changes_nothing() -> None:
-    looks = Polls(*HELD)
+def test_old_answer_with_a_pending_allocation_changes_nothing(looks: Polls) -> None:
     for at in (1.0, 2.0, QUIET):
         assert looks.poll(listed(PENDING), at=at) == []
     assert looks.poll(listed(RUNNING), at=QUIET + 1.0) == []
@@ -225,8 +232,7 @@ def test_ending_allocation_is_an_event_and_a_released_one_is_gone() -> None:
     assert looks.poll(listed(ending)) == [], "a released allocation that is still ending counts as a new one"
 
 
-def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
-    looks = Polls(*HELD)
+def test_remaining_time_is_no_event_unless_the_end_moves(looks: Polls) -> None:
 
     def left(seconds: float, at: float, taken: bool = False) -> list[ev.Event]:
         return looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=seconds, reclaimed=taken)), at)
@@ -243,8 +249,7 @@ def test_remaining_time_is_no_event_unless_the_end_moves() -> None:
     assert not expects_change(looks.state, HealthMonitor(), 1000.0)
 
 
-def test_suspended_allocation_is_kept_and_ends_later() -> None:
-    looks = Polls(*HELD)
+def test_suspended_allocation_is_kept_and_ends_later(looks: Polls) -> None:
     suspended = AllocationStatus(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
     looks.poll(listed(msgspec.structs.replace(RUNNING, time_left_s=100.0)), at=1.0)
     assert looks.poll(listed(suspended), at=50.0) == [ev.AllocationChanged(POOL, suspended)]
@@ -254,8 +259,7 @@ def test_suspended_allocation_is_kept_and_ends_later() -> None:
     assert looks.state.allocations[POOL].ends_at == 9051.0
 
 
-def test_new_manager_counts_absences_from_zero() -> None:
-    looks = Polls(*HELD)
+def test_new_manager_counts_absences_from_zero(looks: Polls) -> None:
     looks.poll(NOTHING)
     looks.misses = AbsenceCounter()
     assert looks.poll(NOTHING) == []
@@ -339,8 +343,7 @@ def test_launch_whose_command_still_runs_is_not_settled_by_polls_without_it() ->
         assert looks.poll(steps(), at=at, busy=frozenset({STEP})) == []
 
 
-def test_changed_status_is_an_event_for_nodes_of_the_run_only() -> None:
-    looks = Polls(*HELD)
+def test_changed_status_is_an_event_for_nodes_of_the_run_only(looks: Polls) -> None:
     down = NodeStatus(NodeState.DOWN, "DOWN*")
     observed = ClusterSnapshot(nodes={N1: down, NodeName("n9"): down}, allocations={POOL: RUNNING}, steps={})
     assert looks.poll(observed) == [ev.NodeChanged(N1, down)]
@@ -479,8 +482,7 @@ class LostNode:
         return unlisted_steps(self.state, observed, self.polls.misses, self.monitor, at)
 
 
-def test_step_on_a_silent_node_is_gone_once_the_cluster_has_not_listed_it_for_the_quiet_period() -> None:
-    lost = LostNode()
+def test_step_on_a_silent_node_is_gone_once_the_cluster_has_not_listed_it_for_the_quiet_period(lost: LostNode) -> None:
     assert lost.gone(SILENT_AT) == []
     assert lost.gone(SILENT_AT + QUIET - 1.0) == []
     assert lost.gone(SILENT_AT + QUIET) == [R1]
@@ -490,8 +492,7 @@ def test_step_missing_from_a_single_poll_is_not_gone() -> None:
     assert LostNode().gone(SILENT_AT + 10 * QUIET) == []
 
 
-def test_poll_that_lists_the_step_restarts_the_quiet_period() -> None:
-    lost = LostNode()
+def test_poll_that_lists_the_step_restarts_the_quiet_period(lost: LostNode) -> None:
     assert lost.gone(SILENT_AT) == []
     listed = msgspec.structs.replace(lost.snapshot, steps={**STEPS, STEP: N1})
     assert lost.gone(SILENT_AT + QUIET - 1.0, listed) == []
@@ -510,8 +511,7 @@ def test_gone_step_is_found_in_each_form_of_allocation(allocation: str, componen
     assert lost.gone(SILENT_AT + QUIET) == [R1]
 
 
-def test_node_whose_agent_was_lost_earlier_and_is_restarting_needs_no_finding() -> None:
-    lost = LostNode()
+def test_node_whose_agent_was_lost_earlier_and_is_restarting_needs_no_finding(lost: LostNode) -> None:
     lost.monitor.remove(AGENT_1)
     lost.monitor.on_launched(Incarnation(AGENT_1.replica, 2), N1, SILENT_AT)
     assert lost.gone(SILENT_AT) == []
@@ -587,9 +587,8 @@ def _stop_requested(lost: LostNode, at: float) -> ClusterSnapshot:
     ],
 )
 def test_step_stays_while_a_condition_for_its_loss_is_missing(
-    poll: Callable[[LostNode, float], ClusterSnapshot],
+    poll: Callable[[LostNode, float], ClusterSnapshot], lost: LostNode
 ) -> None:
-    lost = LostNode()
     for n in range(20):
         at = SILENT_AT + n * QUIET / 2
         assert lost.gone(at, poll(lost, at)) == []
@@ -599,9 +598,8 @@ def test_step_stays_while_a_condition_for_its_loss_is_missing(
     ("steps_read", "allocations_read"), [(True, True), (False, True), (True, False), (False, False)]
 )
 def test_lists_without_any_step_count_if_nothing_of_the_run_sends_messages(
-    steps_read: bool, allocations_read: bool
+    steps_read: bool, allocations_read: bool, lost: LostNode
 ) -> None:
-    lost = LostNode()
     lost.snapshot = msgspec.structs.replace(
         lost.snapshot,
         steps={} if steps_read else None,
@@ -622,8 +620,7 @@ def _relaunched(lost: LostNode, *events: ev.Event) -> str:
     return launch.step
 
 
-def test_step_whose_launch_is_still_running_is_not_gone() -> None:
-    lost = LostNode()
+def test_step_whose_launch_is_still_running_is_not_gone(lost: LostNode) -> None:
     step = _relaunched(lost)
     for n in range(20):
         assert lost.gone(SILENT_AT + n * QUIET / 2, busy=frozenset({step})) == []
@@ -637,8 +634,7 @@ def test_admitted_step_that_is_not_listed_yet_is_not_gone_before_it_had_to_join(
     assert lost.gone(SILENT_AT + LIMITS.join + QUIET) == [second]
 
 
-def test_new_manager_counts_polls_and_silence_from_its_own_start() -> None:
-    lost = LostNode()
+def test_new_manager_counts_polls_and_silence_from_its_own_start(lost: LostNode) -> None:
     assert lost.gone(SILENT_AT) == []
     lost.polls.misses = AbsenceCounter()
     lost.monitor.restart(SILENT_AT + QUIET)

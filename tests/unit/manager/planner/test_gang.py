@@ -44,6 +44,11 @@ N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(2, 9))
 COLD = gang_job(warm=False)
 
 
+@pytest.fixture
+def world() -> World:
+    return World(COLD).steady().warmed()
+
+
 def incarnations(world: World) -> dict[ReplicaId, int]:
     return {id: world.incarnations()[id] for id in MEMBERS}
 
@@ -122,8 +127,7 @@ def test_failure_of_any_member_restarts_its_gang_only(member: ReplicaId, warm: b
     assert {launch.standby is not None for launch in launches(world, 2)} == {warm}
 
 
-def test_restart_of_a_gang_is_recorded_for_its_first_member_only() -> None:
-    world = World(COLD).steady().warmed()
+def test_restart_of_a_gang_is_recorded_for_its_first_member_only(world: World) -> None:
     world.kill(M2)
     world.steady()
     assert [world.state.replica(id).uncharged_restart for id in MEMBERS] == [None] * 4, (
@@ -137,8 +141,7 @@ def test_restart_of_a_gang_is_recorded_for_its_first_member_only() -> None:
     assert (restarts[0].why, restarts[1:]) == ("restart requested by ada", [None] * 3)
 
 
-def test_members_that_fail_together_count_as_one_failure() -> None:
-    world = World(COLD).steady().warmed()
+def test_members_that_fail_together_count_as_one_failure(world: World) -> None:
     for member in MEMBERS[1:]:
         step = world.state.replica(member).step
         assert step is not None
@@ -152,8 +155,7 @@ def test_members_that_fail_together_count_as_one_failure() -> None:
     assert world.state.recoveries == 1
 
 
-def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace() -> None:
-    world = World(COLD).steady().warmed()
+def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace(world: World) -> None:
     world.slow_to_stop = 7.0
     world.kill(M1)
     killed = world.now
@@ -163,8 +165,7 @@ def test_gang_waits_for_its_orphan_steps_and_gives_them_no_grace() -> None:
     assert {str(stop.incarnation) for stop in world.decided(StopStep)} == {f"{id}#1" for id in (M0, M2, M3)}
 
 
-def test_orphan_that_never_ends_is_waited_for_four_graces() -> None:
-    world = World(COLD).steady().warmed()
+def test_orphan_that_never_ends_is_waited_for_four_graces(world: World) -> None:
     world.slow_to_stop = float("inf")
     world.kill(M1)
     killed = world.now
@@ -194,8 +195,7 @@ def test_backoff_of_the_failed_member_delays_its_whole_gang() -> None:
 
 
 # ── a node dies ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_members_of_a_lost_node_move_together_and_the_others_stay() -> None:
-    world = World(COLD).steady().warmed()
+def test_members_of_a_lost_node_move_together_and_the_others_stay(world: World) -> None:
     world.lose_node(N2)
     world.play(lambda: bool(launches(world, 2)))
     world.steady()
@@ -250,8 +250,7 @@ def test_rejected_launch_of_a_member_restarts_the_gang() -> None:
     assert N3 not in nodes_of(world)
 
 
-def test_lost_launch_of_a_member_restarts_the_gang() -> None:
-    world = World(COLD).steady().warmed()
+def test_lost_launch_of_a_member_restarts_the_gang(world: World) -> None:
     world.slow_to_join = 90.0
     world.kill(M1)
     world.play(lambda: bool(launches(world, 2)), timeout_s=60.0)
@@ -265,8 +264,7 @@ def test_lost_launch_of_a_member_restarts_the_gang() -> None:
     assert nodes_of(world) == [N2, N2, N3, N3]
 
 
-def test_next_manager_launches_missing_members_with_the_same_number() -> None:
-    world = World(COLD).steady().warmed()
+def test_next_manager_launches_missing_members_with_the_same_number(world: World) -> None:
     world.kill(M1)
     world.play(lambda: bool(launches(world, 2)))
     state = None

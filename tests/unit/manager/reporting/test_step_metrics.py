@@ -16,6 +16,11 @@ from rrl.tests.support.cli.story import BEGAN, Story, job_view
 TRAINER = ReplicaId("trainer/0")
 
 
+@pytest.fixture
+def story() -> Story:
+    return commits(begun(), 1)
+
+
 def commits(story: Story, step: int, after: float = 3.0, **metrics: float) -> Story:
     story.wait(after)
     return story.record(ev.StepCommitted(story.incarnation("trainer/0"), step, metrics))
@@ -85,8 +90,7 @@ def test_clock_reading_just_before_a_commit_counts_for_that_step() -> None:
     assert [row.phase_seconds for row in rows_of(story)] == [{"train": 50.0}]
 
 
-def test_the_clock_of_a_new_process_of_the_trainer_begins_at_zero() -> None:
-    story = commits(begun(), 1)
+def test_the_clock_of_a_new_process_of_the_trainer_begins_at_zero(story: Story) -> None:
     story.record(ev.ClocksRecorded((story.reading("trainer/0", train=3.0),)))
     story.loses("trainer/0")
     story.launches("trainer/0").joins("trainer/0", "train")
@@ -95,8 +99,7 @@ def test_the_clock_of_a_new_process_of_the_trainer_begins_at_zero() -> None:
     assert [row.phase_seconds for row in rows_of(story)] == [{"train": 3.0}, {"train": 2.0}]
 
 
-def test_rows_are_complete_once_a_clock_reading_follows_and_then_never_change() -> None:
-    story = commits(begun(), 1)
+def test_rows_are_complete_once_a_clock_reading_follows_and_then_never_change(story: Story) -> None:
     rows = StepRows()
     assert [row for stamped in story.stamped for row in rows.apply(stamped)] == []
     [pending] = rows.rest()
@@ -134,8 +137,7 @@ def test_steps_committed_while_the_manager_was_away_share_its_time_and_are_marke
     ]
 
 
-def test_a_failure_and_the_restart_after_it_are_marks_of_the_next_step() -> None:
-    story = commits(begun(), 1)
+def test_a_failure_and_the_restart_after_it_are_marks_of_the_next_step(story: Story) -> None:
     story.loses("rollout/1", "it ended by signal 9")
     story.fences("rollout/1").wait(2)
     story.launches("rollout/1").joins("rollout/1", "generate").wait(1)
@@ -149,8 +151,7 @@ def test_a_failure_and_the_restart_after_it_are_marks_of_the_next_step() -> None
     assert (restart.kind, restart.about, restart.down_s) == (MarkKind.RESTART, "rollout/1#2", 3.0)
 
 
-def test_events_after_the_newest_step_of_a_failed_run_are_a_row_without_a_step() -> None:
-    story = commits(begun(), 1)
+def test_events_after_the_newest_step_of_a_failed_run_are_a_row_without_a_step(story: Story) -> None:
     story.record(ev.RunEnded(Outcome.FAILED, "rollout/0 failed too often"))
     rows = rows_of(story)
     assert [row.step for row in rows] == [1, None]
@@ -159,14 +160,12 @@ def test_events_after_the_newest_step_of_a_failed_run_are_a_row_without_a_step()
     ]
 
 
-def test_no_row_follows_the_last_step_of_a_completed_run() -> None:
-    story = commits(begun(), 1)
+def test_no_row_follows_the_last_step_of_a_completed_run(story: Story) -> None:
     story.record(ev.RunEnded(Outcome.COMPLETED, "done"))
     assert [row.step for row in rows_of(story)] == [1]
 
 
-def test_the_first_step_after_a_resume_is_timed_from_the_join_of_its_trainer() -> None:
-    story = commits(begun(), 1)
+def test_the_first_step_after_a_resume_is_timed_from_the_join_of_its_trainer(story: Story) -> None:
     story.record(ev.RunEnded(Outcome.CANCELLED, "by anna"))
     story.wait(3600).record(ev.Resumed("anna", "1", story.job))
     story.launches("trainer/0").wait(10).joins("trainer/0", "train")
@@ -176,8 +175,7 @@ def test_the_first_step_after_a_resume_is_timed_from_the_join_of_its_trainer() -
     assert [mark.kind for mark in row.marks] == [MarkKind.RESUMED]
 
 
-def test_next_step_has_the_newest_logged_value_of_each_name_by_replica() -> None:
-    story = commits(begun(), 1)
+def test_next_step_has_the_newest_logged_value_of_each_name_by_replica(story: Story) -> None:
     for value in (0.25, 0.5):
         story.record(ev.ValuesLogged(story.incarnation("reward/0"), {"accuracy": value}))
     story.record(ev.ValuesLogged(story.incarnation("rollout/0"), {"cached": 7.0}))

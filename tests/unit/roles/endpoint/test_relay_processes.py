@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.tests.support.cli.agent_runs import endpoint_job
 from rrl.tests.support.cli.story import Story
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.roles.endpoint.endpoint_process import MAX_NEW, EndpointProcess
 from rrl.tests.support.roles.endpoint.served import CHAT
 from rrl.tests.support.roles.trajectories.crew import ALL, ROLLOUT, segment
@@ -59,7 +60,7 @@ class Site:
         self.endpoint.incarnations += 1
         self._store.set_membership([*ALL, self.endpoint.incarnation])
         self.endpoint.start()
-        await until(lambda: self.address not in ("", before))
+        await eventually(lambda: self.address not in ("", before))
 
     async def open_episode(self, base_url: str) -> None:
         key = run_key(self.run.id, self._store.keys.secret)
@@ -82,11 +83,6 @@ class Site:
         added = [segment(self.turn, self.sampled, tokens)]
         assert not await self.rollout.append(added, [self.turn] if finished else [])
         self.sampled += len(tokens)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -162,9 +158,9 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) 
             await made.leased()
             await made.sample(*DIGITS[:2])
             await made.sample(DIGITS[2])
-            await until(lambda: len(tokens) == 3)
+            await eventually(lambda: len(tokens) == 3)
             await dies_and_returns(made)
-            await until(lambda: len(tokens) == 5)
+            await eventually(lambda: len(tokens) == 5)
             await made.sample(*DIGITS[5:], EOS, finished=True)
             await reading
             assert tokens == [*DIGITS, EOS]

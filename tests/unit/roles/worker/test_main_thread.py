@@ -38,6 +38,11 @@ with rrl.join() as me:
 """
 
 
+@pytest.fixture
+def responses() -> Responses:
+    return Responses()
+
+
 class Responses:
     def __init__(self) -> None:
         self.answers: list[ProbeReply] = []
@@ -47,14 +52,12 @@ class Responses:
         self.probes.on_request(Probe(incarnation, number), ME)
 
 
-def test_probe_without_a_handler_is_answered_at_once() -> None:
-    responses = Responses()
+def test_probe_without_a_handler_is_answered_at_once(responses: Responses) -> None:
     responses.probe()
     assert responses.answers == [ProbeReply(ME, 7, ProbeResult.NO_HANDLER)]
 
 
-def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
-    responses = Responses()
+def test_handler_runs_only_in_the_thread_that_registered_it(responses: Responses) -> None:
     ran_in: list[int] = []
     responses.probes.on_probe(lambda: ran_in.append(threading.get_ident()))
 
@@ -74,8 +77,9 @@ def test_handler_runs_only_in_the_thread_that_registered_it() -> None:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_exception_of_a_handler_is_the_answer_and_the_role_continues(kind: type[BaseException]) -> None:
-    responses = Responses()
+def test_exception_of_a_handler_is_the_answer_and_the_role_continues(
+    kind: type[BaseException], responses: Responses
+) -> None:
 
     def fail() -> None:
         raise kind("logits are not finite")
@@ -86,16 +90,14 @@ def test_exception_of_a_handler_is_the_answer_and_the_role_continues(kind: type[
     assert responses.answers == [ProbeReply(ME, 7, ProbeResult.FAILED, f"{kind.__name__}: logits are not finite")]
 
 
-def test_handler_that_calls_the_api_is_not_reentered() -> None:
-    responses = Responses()
+def test_handler_that_calls_the_api_is_not_reentered(responses: Responses) -> None:
     responses.probes.on_probe(responses.probes.answer)
     responses.probe(1)
     responses.probes.answer()
     assert [answer.id for answer in responses.answers] == [1]
 
 
-def test_newest_of_several_probes_is_answered_with_one_run_of_the_handler() -> None:
-    responses = Responses()
+def test_newest_of_several_probes_is_answered_with_one_run_of_the_handler(responses: Responses) -> None:
     ran: list[str] = []
     responses.probes.on_probe(lambda: ran.append("worked"))
     for number in (1, 2, 3):
@@ -105,8 +107,7 @@ def test_newest_of_several_probes_is_answered_with_one_run_of_the_handler() -> N
     assert ([answer.id for answer in responses.answers], ran) == ([3], ["worked"])
 
 
-def test_probe_of_another_incarnation_is_ignored() -> None:
-    responses = Responses()
+def test_probe_of_another_incarnation_is_ignored(responses: Responses) -> None:
     responses.probe(incarnation=Incarnation(ME.replica, 2))
     responses.probes.answer()
     assert responses.answers == []

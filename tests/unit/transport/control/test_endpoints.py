@@ -15,6 +15,7 @@ import pytest
 import zmq
 from msgspec import Struct
 
+from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.proxy import Proxy
 from rrl.transport.control import endpoints, sockets
 from rrl.transport.control.endpoints import Address, Dialer, Incoming, Listener
@@ -45,12 +46,6 @@ class News(Struct, frozen=True, tag=True):
 UP = Ping | Joined
 DOWN = Pong | News
 KEYS = RunKeys.make()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -186,7 +181,7 @@ async def test_client_with_a_key_of_another_run_cannot_connect() -> None:
     stranger = msgspec.structs.replace(KEYS, client_public=other.client_public, client_secret=other.client_secret)
     async with listening() as listener:
         async with dialling(lambda: listener.address, (Joined("stranger"),), stranger) as refused:
-            await until(lambda: listener.refused > 0)
+            await eventually(lambda: listener.refused > 0)
             assert not refused.connected
             async with dialling(lambda: listener.address, (Joined("member"),)):
                 assert (await receive(listener)).message == Joined("member")
@@ -195,7 +190,7 @@ async def test_client_with_a_key_of_another_run_cannot_connect() -> None:
 async def test_listener_without_the_run_key_receives_nothing() -> None:
     async with listening(RunKeys.make()) as impostor:
         async with dialling(lambda: impostor.address, (Joined("me"),)) as dialer:
-            await until(lambda: impostor.refused > 0)
+            await eventually(lambda: impostor.refused > 0)
             assert not dialer.connected
 
 
@@ -205,7 +200,7 @@ async def test_client_without_curve_cannot_connect() -> None:
         plain = raw_dealer(context, None)
         plain.connect(listener.endpoint)
         plain.send(sockets.encode_frame(0, None, Joined("plain")))
-        await until(lambda: listener.refused > 0)
+        await eventually(lambda: listener.refused > 0)
         async with dialling(lambda: listener.address, (Joined("member"),)):
             assert (await receive(listener)).message == Joined("member")
         plain.close()
@@ -230,7 +225,7 @@ async def test_replayed_connection_is_refused() -> None:
         assert listener.refused == 0
         _, writer = await asyncio.open_connection("127.0.0.1", port_of(listener))
         writer.write(proxy.from_client)
-        await until(lambda: listener.refused > 0)
+        await eventually(lambda: listener.refused > 0)
         writer.close()
         async with dialling(lambda: listener.address, (Joined("other"),)):
             assert (await receive(listener)).message == Joined("other")
@@ -300,7 +295,7 @@ async def test_messages_of_a_listener_of_an_older_epoch_are_ignored() -> None:
         async with dialling(lambda: Address(2, stale.endpoint), (Joined("me"),)) as dialer:
             peer = (await receive(stale)).peer
             await stale.send(peer, News("from the past"))
-            await until(lambda: dialer.dropped == 1)
+            await eventually(lambda: dialer.dropped == 1)
             stale.epoch = 2
             await stale.send(peer, News("from now"))
             assert await dialer.next_push() == News("from now")
@@ -321,7 +316,7 @@ async def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.M
         async with answering(new), dialling(find) as dialer:
             assert await dialer.request(Ping(1), SOON) == Pong(1)
             newest, before = old.address, looks
-            await until(lambda: looks > before + 3)
+            await eventually(lambda: looks > before + 3)
             assert await dialer.request(Ping(2), SOON) == Pong(2)
 
 
@@ -399,7 +394,7 @@ async def test_queue_of_unread_pushes_is_bounded(monkeypatch: pytest.MonkeyPatch
         peer = (await receive(listener)).peer
         for n in range(15):
             await listener.send(peer, Pong(n))
-        await until(lambda: dialer.dropped == 5)
+        await eventually(lambda: dialer.dropped == 5)
         assert await dialer.next_push() == Pong(5)
 
 

@@ -31,6 +31,11 @@ LONG = 900 + LIMITS.first_pass + 5
 """A time (s) that is longer than any permitted wait."""
 
 
+@pytest.fixture
+def trace() -> Trace:
+    return job("wait_data", "wait_work")
+
+
 def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
     """Return a trace of a trainer, a store, a reward role and three rollouts, none of which makes progress."""
     trace = Trace().node("n1", TRAINER, phase=trainer).node("n2", *ROLLOUTS, phase=rollouts)
@@ -39,8 +44,7 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
     return trace
 
 
-def test_standby_process_is_neither_blamed_nor_counted_as_working() -> None:
-    trace = job("wait_data", "wait_work")
+def test_standby_process_is_neither_blamed_nor_counted_as_working(trace: Trace) -> None:
     standby = Incarnation(ReplicaId("standby/n1"), 1)
     trace.node("n5", standby, phase="standby")
     without = job("wait_data", "wait_work")
@@ -49,8 +53,7 @@ def test_standby_process_is_neither_blamed_nor_counted_as_working() -> None:
     assert trace.found() == without.found() != set()
 
 
-def test_no_replica_is_blamed_while_a_rollout_is_replaced() -> None:
-    trace = job("wait_data", "wait_work")
+def test_no_replica_is_blamed_while_a_rollout_is_replaced(trace: Trace) -> None:
     trace.play(LONG - 100)
     trace.monitor.remove(ROLLOUTS[0])
     trace.launch(Incarnation(ROLLOUTS[0].replica, 2), "n2")
@@ -58,15 +61,13 @@ def test_no_replica_is_blamed_while_a_rollout_is_replaced() -> None:
     assert trace.found() == set()
 
 
-def test_dead_rollout_explains_all_waits() -> None:
-    trace = job("wait_data", "wait_work")
+def test_dead_rollout_explains_all_waits(trace: Trace) -> None:
     trace.monitor.on_step_ended(ROLLOUTS[2], None, 9, ExitReason.SIGNALED, trace.now)
     trace.play(LONG)
     assert trace.found() == {fail("exit_record", ROLLOUTS[2])}
 
 
-def test_stalled_run_blames_the_service_at_the_end_of_the_chain() -> None:
-    trace = job("wait_data", "wait_work")
+def test_stalled_run_blames_the_service_at_the_end_of_the_chain(trace: Trace) -> None:
     trace.play(LONG)
     assert trace.found() == {fail("standstill", STORE)}
     finding = trace.only()
@@ -87,9 +88,8 @@ def test_stalled_run_blames_the_service_at_the_end_of_the_chain() -> None:
     [(None, set()), ({REWARD.replica}, set()), ({ROLLOUTS[1].replica}, {fail("standstill", ROLLOUTS[1])})],
 )
 def test_busy_replica_explains_endless_waits_unless_it_holds_nothing_that_is_missing(
-    holders: set[ReplicaId] | None, blamed: set[Observed]
+    holders: set[ReplicaId] | None, blamed: set[Observed], trace: Trace
 ) -> None:
-    trace = job("wait_data", "wait_work")
     trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
     trace.still -= {STORE, REWARD}
     trace.data = DataReport(holders=frozenset(holders or ()), only_holders=holders is not None)
@@ -174,8 +174,7 @@ def test_waiting_for_an_unobserved_replica_blames_none(named: bool) -> None:
 
 
 @pytest.mark.parametrize("word", ["on_stop_requested", "on_goodbye"])
-def test_leaving_replica_counts_neither_as_working_nor_as_stalled(word: str) -> None:
-    trace = job("wait_data", "wait_work")
+def test_leaving_replica_counts_neither_as_working_nor_as_stalled(word: str, trace: Trace) -> None:
     trace.play(LONG - 100)
     getattr(trace.monitor, word)(ROLLOUTS[0], trace.now)
     trace.play(100)
@@ -241,8 +240,7 @@ def test_call_that_just_began_is_not_a_standstill() -> None:
     assert all(about != str(STORE) for _, about, _ in trace.found())
 
 
-def test_store_that_all_wait_for_is_blamed_at_the_idle_limit_of_services() -> None:
-    trace = job("wait_data", "wait_work")
+def test_store_that_all_wait_for_is_blamed_at_the_idle_limit_of_services(trace: Trace) -> None:
     trace.play(PHASES["serve"].shortest - 1)
     assert trace.found() == set()
     trace.play(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,11 @@ ROLLOUTS = tuple(Incarnation(ReplicaId(f"rollout/{index}"), 1) for index in rang
 RANKS = tuple(Incarnation(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))
 LONG = (STRAGGLER_ROUNDS + 1.5) * THROUGHPUT_WINDOW_S
 SLOW = ROLLOUTS[4]
+
+
+@pytest.fixture
+def trace() -> Paced:
+    return generating()
 
 
 class Paced(Trace):
@@ -46,15 +52,13 @@ def test_node_of_a_straggler_is_excluded_only_if_the_job_says_so() -> None:
     assert [finding.remedy for finding in trace.findings()] == [Remedy.EXCLUDE]
 
 
-def test_slightly_slower_rollout_is_no_straggler() -> None:
-    trace = generating()
+def test_slightly_slower_rollout_is_no_straggler(trace: Paced) -> None:
     trace.rates |= {SLOW: 60.0, ROLLOUTS[0]: 140.0}
     trace.play(LONG)
     assert trace.found() == set()
 
 
-def test_last_generating_rollout_has_no_peers() -> None:
-    trace = generating()
+def test_last_generating_rollout_has_no_peers(trace: Paced) -> None:
     trace.rates = {SLOW: 20.0}
     for incarnation in ROLLOUTS:
         if incarnation != SLOW:
@@ -63,15 +67,13 @@ def test_last_generating_rollout_has_no_peers() -> None:
     assert trace.found() == set()
 
 
-def test_rollouts_with_little_work_are_not_compared() -> None:
-    trace = generating()
+def test_rollouts_with_little_work_are_not_compared(trace: Paced) -> None:
     trace.rates = dict.fromkeys(ROLLOUTS, 1.0) | {SLOW: 0.0}
     trace.play(LONG)
     assert all(observed[0] != "straggler" for observed in trace.found())
 
 
-def test_replacement_starts_without_the_slow_rounds_of_its_predecessor() -> None:
-    trace = generating()
+def test_replacement_starts_without_the_slow_rounds_of_its_predecessor(trace: Paced) -> None:
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
     second = Incarnation(SLOW.replica, 2)
@@ -82,8 +84,7 @@ def test_replacement_starts_without_the_slow_rounds_of_its_predecessor() -> None
     assert trace.found() == set()
 
 
-def test_rounds_start_again_after_a_manager_restart() -> None:
-    trace = generating()
+def test_rounds_start_again_after_a_manager_restart(trace: Paced) -> None:
     trace.rates[SLOW] = 33.0
     trace.play(LONG)
     trace.restart()

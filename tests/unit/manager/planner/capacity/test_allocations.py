@@ -26,6 +26,11 @@ FIRST, SECOND = f"{RUN}.rollout-0", f"{RUN}.rollout-1"
 HOUR = 3600.0
 
 
+@pytest.fixture
+def world() -> World:
+    return World(in_node_groups()).steady()
+
+
 def roles_launched(world: World) -> list[str]:
     return [str(launch.incarnation) for launch in world.decided(Launch) if role_of(launch.incarnation.replica) != AGENT]
 
@@ -41,8 +46,7 @@ def moves(world: World) -> list[Fence]:
 
 
 # ── form replica: the start ──────────────────────────────────────────────────────────────────────────────────────────
-def test_replicas_with_own_nodes_have_own_requests_and_the_others_share_one() -> None:
-    world = World(in_node_groups()).steady()
+def test_replicas_with_own_nodes_have_own_requests_and_the_others_share_one(world: World) -> None:
     assert requests(world) == [FIRST, SECOND, SHARED, TRAIN]
     assert {
         tag: (ask.node_group, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.requests.items()
@@ -261,8 +265,7 @@ def test_failing_node_is_kept_until_a_replacement_exists_then_released() -> None
     )
 
 
-def test_cancelled_run_with_node_groups_releases_everything() -> None:
-    world = World(in_node_groups()).steady()
+def test_cancelled_run_with_node_groups_releases_everything(world: World) -> None:
     world.cancel()
     world.play()
     assert_nothing_is_left(world, Outcome.CANCELLED)
@@ -366,8 +369,7 @@ def test_request_must_be_unsatisfiable_all_the_time_to_be_given_up() -> None:
     assert world.decided(Finish)[0].outcome is Outcome.REJECTED
 
 
-def test_unsatisfiable_replacement_is_released_and_its_replica_retired() -> None:
-    world = World(in_node_groups()).steady()
+def test_unsatisfiable_replacement_is_released_and_its_replica_retired(world: World) -> None:
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(170.0)
@@ -381,8 +383,7 @@ def test_unsatisfiable_replacement_is_released_and_its_replica_retired() -> None
     assert world.incarnations() == ONCE
 
 
-def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window() -> None:
-    world = World(in_node_groups()).steady()
+def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window(world: World) -> None:
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
     world.wait(1500.0 + 2 * UNSATISFIABLE_AFTER_S)
@@ -392,8 +393,7 @@ def test_replica_retired_for_lack_of_nodes_is_requested_again_after_the_window()
     assert world.incarnations() == ONCE | {R0: 2}
 
 
-def test_unsatisfiable_replacement_of_a_required_role_ends_the_run() -> None:
-    world = World(in_node_groups()).steady()
+def test_unsatisfiable_replacement_of_a_required_role_ends_the_run(world: World) -> None:
     world.hopeless["trainer"] = "BadConstraints"
     world.drop(TRAIN)
     world.play(timeout_s=UNSATISFIABLE_AFTER_S + 60.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rrl.core.types import AGENT, NodeName, replica_id
 from rrl.manager.model.actions import Exclude, Launch, Release, Request
 from rrl.manager.model.state import Status
@@ -11,6 +13,11 @@ from rrl.tests.support.manager.world import World, fail, lost, requests
 SPARE = NodeName("n5")
 SPARE_AGENT = replica_id(AGENT, SPARE)
 HOUR = 3600.0
+
+
+@pytest.fixture
+def world() -> World:
+    return with_spare()
 
 
 def with_spare(nodes: int = 6) -> World:
@@ -32,8 +39,7 @@ def excluded(world: World) -> list[NodeName]:
     return [exclude.node for exclude in world.decided(Exclude)]
 
 
-def test_silent_agent_of_a_spare_is_restarted_and_the_spare_stays() -> None:
-    world = with_spare()
+def test_silent_agent_of_a_spare_is_restarted_and_the_spare_stays(world: World) -> None:
     fail(world, SPARE_AGENT, "agent_silence")
     world.wait(30.0)
     agent = world.state.replica(SPARE_AGENT)
@@ -41,8 +47,7 @@ def test_silent_agent_of_a_spare_is_restarted_and_the_spare_stays() -> None:
     assert (excluded(world), requests(world)) == ([], [f"{RUN}.pool"])
 
 
-def test_spare_whose_agent_is_silent_twice_is_excluded_and_replaced() -> None:
-    world = with_spare()
+def test_spare_whose_agent_is_silent_twice_is_excluded_and_replaced(world: World) -> None:
     die(world)
     assert (excluded(world), world.state.replica(SPARE_AGENT).incarnation_number) == ([], 2)
     fail(world, SPARE_AGENT, "never_joined")
@@ -76,8 +81,7 @@ def test_trainer_prefers_a_spare_whose_agent_is_responsive() -> None:
     assert world.node_of(TRAINER) == NodeName("n6")
 
 
-def test_agents_that_end_by_themselves_do_not_exclude_their_spare() -> None:
-    world = with_spare()
+def test_agents_that_end_by_themselves_do_not_exclude_their_spare(world: World) -> None:
     world.broken_incarnations[SPARE_AGENT] = "its disk is full"
     world.kill(SPARE_AGENT)
     world.wait(300.0)
@@ -85,8 +89,7 @@ def test_agents_that_end_by_themselves_do_not_exclude_their_spare() -> None:
     assert excluded(world) == []
 
 
-def test_silent_agents_do_not_exclude_a_node_whose_replica_works() -> None:
-    world = with_spare()
+def test_silent_agents_do_not_exclude_a_node_whose_replica_works(world: World) -> None:
     node = world.node_of(TRAINER)
     agent = replica_id(AGENT, node)
     fail(world, agent, "agent_silence")
@@ -96,8 +99,7 @@ def test_silent_agents_do_not_exclude_a_node_whose_replica_works() -> None:
     assert excluded(world) == []
 
 
-def test_excluded_node_of_a_replica_is_replaced_by_the_spare_only() -> None:
-    world = with_spare()
+def test_excluded_node_of_a_replica_is_replaced_by_the_spare_only(world: World) -> None:
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     world.wait(60.0)

@@ -30,6 +30,11 @@ MEMBERS = (*CREW, ENDPOINT)
 
 
 @pytest.fixture
+def item(store: Store) -> EpisodeItem:
+    return _open(store)
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_agents_store(tmp_path, MEMBERS, episodes=SETTINGS)
 
@@ -42,9 +47,8 @@ def _open(store: Store, request: str = "a", who: Incarnation = ENDPOINT) -> Epis
 
 
 def test_repeated_request_returns_the_same_episode_and_another_request_the_next_one(
-    store: Store, tmp_path: Path
+    store: Store, tmp_path: Path, item: EpisodeItem
 ) -> None:
-    item = _open(store)
     assert (item.episode, item.attempt) == (0, 1)
     assert _open(store) == item
     assert _open(store, "b").episode == 1
@@ -55,8 +59,7 @@ def test_repeated_request_returns_the_same_episode_and_another_request_the_next_
     )
 
 
-def test_death_of_the_endpoint_ends_no_attempt(store: Store) -> None:
-    item = _open(store)
+def test_death_of_the_endpoint_ends_no_attempt(store: Store, item: EpisodeItem) -> None:
     number = turn(store, item, (2,), (5, 1), who=ENDPOINT)
     store.update_membership((*CREW, NEXT_ENDPOINT))
     assert _open(store, who=NEXT_ENDPOINT) == item
@@ -64,8 +67,7 @@ def test_death_of_the_endpoint_ends_no_attempt(store: Store) -> None:
     finish(store, item, 1.0, NEXT_ENDPOINT)
 
 
-def test_request_gets_another_episode_once_its_attempt_is_over(store: Store) -> None:
-    item = _open(store)
+def test_request_gets_another_episode_once_its_attempt_is_over(store: Store, item: EpisodeItem) -> None:
     turn(store, item, (2,), (5, 1), who=ENDPOINT)
     finish(store, item, 1.0, ENDPOINT)
     other = _open(store)
@@ -75,8 +77,7 @@ def test_request_gets_another_episode_once_its_attempt_is_over(store: Store) -> 
     assert (again.episode, again.attempt) == (1, 2)
 
 
-def test_attempt_beyond_its_time_limit_fails_and_is_repeated(store: Store) -> None:
-    item = _open(store)
+def test_attempt_beyond_its_time_limit_fails_and_is_repeated(store: Store, item: EpisodeItem) -> None:
     assert store.episodes.due < 1000.0, "the time limit of the new attempt is not due for a check in the next round"
     store.episodes.expire(1000.0)
     assert store.episodes.due == 1060.0
@@ -92,9 +93,8 @@ def test_attempt_beyond_its_time_limit_fails_and_is_repeated(store: Store) -> No
 
 
 def test_time_limit_of_an_attempt_restarts_with_the_store_and_ends_with_its_result(
-    store: Store, tmp_path: Path
+    store: Store, tmp_path: Path, item: EpisodeItem
 ) -> None:
-    item = _open(store)
     store.episodes.expire(1000.0)
     store = reopened(store, tmp_path, MEMBERS, episodes=SETTINGS)
     store.episodes.expire(5.0)
@@ -170,8 +170,9 @@ def test_reward_in_time_clears_the_limit(store: Store) -> None:
     assert store.audit().dropped == {}
 
 
-def test_reward_before_the_end_of_another_attempt_or_that_is_no_number_is_refused(store: Store) -> None:
-    item = _open(store)
+def test_reward_before_the_end_of_another_attempt_or_that_is_no_number_is_refused(
+    store: Store, item: EpisodeItem
+) -> None:
     early = _post(store, item, 1.0)
     assert isinstance(early, Denied)
     assert "is not finished" in early.why
