@@ -100,9 +100,12 @@ def test_pull_from_a_working_source_is_finished_before_the_newest_version(play: 
     play(story)
 
 
-def test_pull_from_a_failed_source_is_dropped_for_the_newest_version(play: Play) -> None:
+@pytest.mark.parametrize("newest", [V2, V1], ids=["a newer version", "no newer version"])
+def test_pull_from_a_failed_source_is_dropped_for_the_newest_version_or_continues_elsewhere(
+    play: Play, newest: Version
+) -> None:
     async def story(rollout: Rollout) -> None:
-        publisher, relay = Publisher(V2), Publisher(V1)
+        publisher, relay = Publisher(newest), Publisher(V1)
         async with served("tcp", publisher.store) as at:
             async with served("tcp", relay.store) as gone:
                 with relay.publishing():
@@ -110,25 +113,11 @@ def test_pull_from_a_failed_source_is_dropped_for_the_newest_version(play: Play)
                     rollout.receive(V1, weight_source(at, version=V1), weight_source(gone, "rollout/0", None))
                     await until(lambda: rollout.arrived(V1) == 3)
                     publisher.feed()
-                    rollout.receive(V2, weight_source(at, version=V2), weight_source(gone, "rollout/0", None))
-            await until(lambda: rollout.held == [V2])
-            assert rollout.connection.weights.versions() == (V2,)
-
-    play(story)
-
-
-def test_pull_from_a_failed_source_continues_elsewhere_without_a_newer_version(play: Play) -> None:
-    async def story(rollout: Rollout) -> None:
-        publisher, relay = Publisher(V1), Publisher(V1)
-        async with served("tcp", publisher.store) as at:
-            async with served("tcp", relay.store) as gone:
-                with relay.publishing():
-                    relay.feed(3)
-                    rollout.receive(V1, weight_source(at, version=V1), weight_source(gone, "rollout/0", None))
-                    await until(lambda: rollout.arrived(V1) == 3)
-                    publisher.feed()
-            await until(lambda: rollout.held == [V1])
-            assert rollout.spy.came == {gone: 3, at: 10}
+                    if newest == V2:
+                        rollout.receive(V2, weight_source(at, version=V2), weight_source(gone, "rollout/0", None))
+            await until(lambda: rollout.held == [newest])
+            assert rollout.connection.weights.versions() == (newest,)
+            assert newest == V2 or rollout.spy.came == {gone: 3, at: 10}
 
     play(story)
 

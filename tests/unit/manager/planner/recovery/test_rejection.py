@@ -95,15 +95,21 @@ def test_command_missing_on_one_node_is_its_failure_if_others_have_started() -> 
     world.steady()
 
 
-def test_launcher_report_of_a_missing_program_counts_the_same() -> None:
-    world = World(job(spares=0))
-    world.play(lambda: bool(launched(world, TRAINER)))
-    for incarnation in (1, 2):
+@pytest.mark.parametrize(
+    ("spares", "starts", "text", "reason"),
+    [(0, 2, MISSING, RejectReason.NOT_STARTED), (1, 3, NEVER_APPEARED, RejectReason.NEVER_APPEARED)],
+)
+def test_step_that_repeatedly_does_not_start_its_program_or_never_appears_ends_the_run(
+    spares: int, starts: int, text: str, reason: RejectReason
+) -> None:
+    world = World(job(spares=spares))
+    for incarnation in range(1, starts + 1):
         world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
         world.steps.pop(step, None)
-        world.happen(ev.IntentSettled(step, False, MISSING, reason=RejectReason.NOT_STARTED))
+        world.happen(ev.IntentSettled(step, False, text, reason=reason))
     world.play()
+    assert text in why(world)[0]
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
@@ -136,17 +142,6 @@ def test_replica_that_never_joins_is_reported_with_a_hint_at_join(world: World) 
         world.happen(found(replica.incarnation, "never_joined", world.now, text="no Hello within 120 s of its launch"))
     world.play()
     assert why(world)[0] == "trainer/0 did not join within 120 s in 3 starts: does its command call rrl.join()?"
-    assert_nothing_is_left(world, Outcome.REJECTED)
-
-
-def test_step_that_repeatedly_never_appears_ends_the_run_too(world: World) -> None:
-    for incarnation in (1, 2, 3):
-        world.play(lambda incarnation=incarnation: len(launched(world, TRAINER)) == incarnation)  # type: ignore[misc]
-        step = launched(world, TRAINER)[-1].step
-        world.steps.pop(step, None)
-        world.happen(ev.IntentSettled(step, False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED))
-    world.play()
-    assert why(world)[0] == NEVER_APPEARED
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
