@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrl.benchmarks._ettr_arms import HEAVY_TAIL
-from rrl.benchmarks._ettr_faults import Kill, schedule
+from rrl.benchmarks._ettr_faults import MIXED, Kill, schedule
 from rrl.benchmarks._ettr_figures import (
     Account,
     Outage,
@@ -36,6 +36,19 @@ def test_each_part_of_the_steps_has_one_fault_and_the_seed_decides_where() -> No
     assert [fault.step // 10 for fault in faults] == list(range(10))
     assert all(0 <= fault.fraction < 1 for fault in faults)
     assert schedule(100, 10, seed=3) == faults != schedule(100, 10, seed=4)
+
+
+def test_a_mixed_plan_hits_each_target_once_in_an_order_of_the_seed() -> None:
+    orders = {tuple(fault.target for fault in schedule(50, len(MIXED), seed, MIXED)) for seed in range(10)}
+    assert all(sorted(order) == sorted(MIXED) for order in orders)
+    assert len(orders) > 1
+
+
+def test_no_fault_comes_before_the_first_commit_or_at_the_last_step() -> None:
+    for seed in range(200):
+        steps = [fault.step for fault in schedule(20, 10, seed)]
+        assert min(steps) >= 1
+        assert max(steps) <= 18
 
 
 def test_the_clock_runs_from_the_first_training_to_each_commit() -> None:

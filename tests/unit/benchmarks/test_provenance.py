@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_later_samples_of_a_benchmark_replace_its_file(tmp_path: Path, monkeypat
     assert raw_samples("ettr", [1, 2], path) == path
     assert json.loads(path.read_text())["samples"] == [1, 2]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not (CHECKOUT / ".git").exists(), reason="no checkout")
+def test_raw_samples_are_ignored_by_git() -> None:
+    path = _provenance.RESULTS / "restart-abc123-20261126T120000Z.json"
+    assert subprocess.run(["git", "check-ignore", "-q", str(path)], cwd=CHECKOUT).returncode == 0
+    assert _provenance.commit()
 
 
 def test_spread_has_median_range_and_count() -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rrl.benchmarks._ettr_faults import Kill
-from rrl.benchmarks.restart import STAGES, Restart, figures, follow
+from rrl.benchmarks.restart import ARMS, STAGES, Restart, figures, follow, job
+from rrl.config.job.load import load_job
 from rrl.core.launch import tag_of
 from rrl.core.run_dir import RunDir
 from rrl.core.types import TRAINER, Cause, Finding, Incarnation, NodeName, Remedy, Verdict
@@ -89,3 +92,13 @@ def test_ratios_pair_kills_at_equal_moments_and_count_ready_standbys() -> None:
     assert found["warm_over_job"] == {"of_medians": 0.25, "range": [0.05, 0.5]}
     assert found["warm_over_in_place"] == {"of_medians": 0.45, "range": [0.1, 0.8]}
     assert found["warm_kills_with_ready_standby"] == "1 of 2"
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_job_of_each_arm_has_no_faults_of_its_own(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(job(ARMS[name], "local", ranks=1))
+    loaded = load_job(file)
+    assert (loaded.recovery.policy, loaded.roles.trainer.warm) == (ARMS[name].policy, ARMS[name].warm)
+    assert not loaded.faults.allow
+    assert not loaded.faults.planned

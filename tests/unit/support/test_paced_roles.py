@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from rrl.benchmarks._pace import Pace, Paced, PacedEngine, PacedLearner, Tau, paced
+from rrl.benchmarks._pace import Pace, Paced, PacedEngine, PacedLearner, Tau, overrun, paced
+from rrl.benchmarks._stream_task import MEAN_POINTS, ThinkingTask, kind_of
 from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Sampling
@@ -69,3 +70,20 @@ def test_a_paced_learner_gets_the_same_weights_and_records_each_part() -> None:
     tokens = [sum(len(each.tokens) for each in part.trajectories) for part in harness.parts_of(batch, [1, 1])]
     assert [line.due for line in lines] == pytest.approx([count * 1e-4 for count in tokens], abs=1e-5)
     assert all(line.took >= max(line.due, line.computed) for line in lines)
+
+
+def test_the_overrun_is_the_share_of_seconds_beyond_the_pace() -> None:
+    assert overrun([Paced(1.0, 0.2, 1.0), Paced(1.0, 1.5, 1.5)]) == pytest.approx(0.25)
+    assert overrun([]) == 0.0
+
+
+def test_eight_consecutive_prompts_have_every_length_once() -> None:
+    assert all(sorted(map(kind_of, range(first, first + 8))) == sorted(MEAN_POINTS) for first in range(0, 800, 8))
+
+
+def test_answer_is_right_only_with_swapped_last_symbols_after_optional_points() -> None:
+    task = ThinkingTask(0)
+    symbols = task.prompt(5)[1:5]
+    right = symbols[:2] + symbols[3] + symbols[2]
+    assert [task.score(5, answer) for answer in (right, f"...{right}")] == [(1.0, 1.0)] * 2
+    assert [task.score(5, answer) for answer in (symbols, f"{right}.", right[:3], "")] == [(0.0, 0.0)] * 4
