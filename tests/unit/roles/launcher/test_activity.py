@@ -55,7 +55,7 @@ def test_usage_shows_whether_a_process_is_stopped(by_tracer: bool) -> None:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
             assert one_usage(process.pid).stopped
         finally:
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)  # process.kill() takes a child that this process traces for ended
 
 
 def test_load_of_a_step_shows_a_stopped_process() -> None:
