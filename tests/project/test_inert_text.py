@@ -65,7 +65,6 @@ PARSERS = {
     "core/drains.py": "reads rrl's mark in the reason of a drain, because Slurm keeps no other field",
     "core/role_environment.py": "quotes paths of job.toml for a shell",
     "config/job/document.py": "reads TOML, and the settings of a command line",
-    "config/toml_positions.py": "reads TOML",
 }
 """Modules and folders that may match text, each with the reason. None of them decides by text that rrl wrote for
 people."""
