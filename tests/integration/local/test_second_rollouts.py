@@ -55,7 +55,7 @@ def test_both_roles_of_rollouts_get_weights_and_leases_and_a_killed_one_returns(
     with run.call("status", run.run.id, stdout=subprocess.PIPE) as process:
         shown, _ = process.communicate(timeout=60)
     assert re.search(r"(?m)^ +fast \d+ % (idle|at work)", shown), shown
-    assert re.search(r"(?m)^fast/0 +#2 .* v\d+$", shown), shown
+    assert re.search(r"(?m)^fast/0 +#2 .* v\d+\b", shown), shown
     cancel(run)
     summary = run.summary()
     (recovery,) = summary["recoveries"]
