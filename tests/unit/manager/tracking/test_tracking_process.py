@@ -1,0 +1,98 @@
+"""What a tracker's process sends, without the process: a tracker in memory, which ends its process at any call."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Outcome
+from rrl.manager.reporting.step_metrics import StepRow
+from rrl.manager.tracking import main
+from rrl.manager.tracking.base import TrackedRun
+from rrl.manager.tracking.main import ONCE, TrackingProcess
+from rrl.manager.tracking.tracker_files import read_progress
+from rrl.tests.support.cli.story import Story
+
+STEPS = 12
+"""Number of steps of :meth:`Story.works`."""
+
+
+class Killed(BaseException):
+    """The process ends at this point."""
+
+
+class FakeServer:
+    """Keeps the flushed steps of its trackers, and ends the process after each call in turn."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.calls_left = 0
+
+    def open(self, _name: str, _run: TrackedRun) -> FakeTracker:
+        self.called()
+        return FakeTracker(self)
+
+    def called(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise Killed
+
+
+class FakeTracker:
+    place = "in memory"
+
+    def __init__(self, server: FakeServer) -> None:
+        self._server, self._unflushed = server, list[int]()
+        self.newest_step = max(server.steps, default=-1)
+
+    def send(self, row: StepRow) -> None:
+        assert row.step is not None
+        self._unflushed.append(row.step)
+        self._server.called()
+
+    def flush(self) -> None:
+        self._server.steps += self._unflushed
+        self._unflushed = []
+        self._server.called()
+
+    def finish(self, _outcome: Outcome, _last: StepRow | None) -> None:
+        self._server.called()
+
+    def close(self) -> None:
+        self._server.called()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    server = FakeServer()
+    monkeypatch.setattr(main, "open_tracker", server.open)
+    return server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = Story().works().clocks("trainer/0", train=30.0).written(tmp_path)
+    run.trackers.mkdir()
+    run.resolved.write_bytes(msgspec.json.encode({"job": {}}))
+    return run
+
+
+@pytest.mark.parametrize("flushed_rows", [1, 5, 100])
+def test_each_step_is_sent_once_although_the_process_ends_at_each_call(
+    server: FakeServer, run: RunDir, monkeypatch: pytest.MonkeyPatch, flushed_rows: int
+) -> None:
+    monkeypatch.setattr(main, "FLUSH_ROWS", flushed_rows)
+    ends = 0
+    for calls in range(1, 2 * STEPS):
+        server.calls_left = calls
+        try:
+            TrackingProcess(run, "fake", ONCE, threading.Event()).run()
+        except Killed:
+            ends += 1
+    assert ends > 1
+    assert server.steps == list(range(1, STEPS + 1))
+    assert read_progress(run, "fake").step == STEPS
