@@ -162,7 +162,7 @@ def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Resta
 
 def restored_step(run: RunDir, incarnation: Incarnation) -> int:
     """Return the step from which an incarnation of the trainer continues, according to its log."""
-    log = run.log_file(tag_of(run.id, incarnation)).read_text()
+    log = run.log_file(tag_of(run.id, incarnation)).resolve().read_text()  # a promoted member's is a link
     matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
     assert matches, f"{incarnation} logs no step from which it continues:\n{log[-2000:]}"
     return int(matches[-1])

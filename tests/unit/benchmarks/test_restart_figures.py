@@ -14,18 +14,21 @@ from rrl.benchmarks.restart import ARMS, STAGES, Restart, figures, follow, job
 from rrl.config.job.load import load_job
 from rrl.core.launch import tag_of
 from rrl.core.run_dir import RunDir
-from rrl.core.types import TRAINER, Cause, Finding, Incarnation, NodeName, Remedy, Verdict
+from rrl.core.types import TRAINER, Cause, Finding, Incarnation, NodeName, Remedy, ReplicaId, Verdict
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Rung, Why
 
 FIRST, SECOND = Incarnation(TRAINER, 1), Incarnation(TRAINER, 2)
+STANDBY = Incarnation(ReplicaId("standby/trainer.0"), 1)
 KILLED = 10.0
 
 
 def _run(tmp_path: Path, continues_from: str) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.create()
-    run.log_file(tag_of(run.id, SECOND)).write_text(f"{SECOND} continues from the {continues_from}\n")
+    standbys = run.log_file(tag_of(run.id, STANDBY))
+    standbys.write_text(f"{SECOND} continues from the {continues_from}\n")
+    run.log_file(tag_of(run.id, SECOND)).symlink_to(standbys.name)  # as for every promoted member
     return run
 
 
