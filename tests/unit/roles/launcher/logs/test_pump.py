@@ -163,9 +163,11 @@ def test_end_of_the_output_is_written_even_after_a_burst(tmp_path: Path) -> None
         at.pump.finish(TIMEOUT_S)
     written = texts((tmp_path / "a.log").read_bytes())
     assert written[-2:] == last.splitlines()
-    (gap,) = (line for line in written if line.startswith(b"[rrl: "))
-    kept = sum(len(line) + 1 for line in written) - len(gap) - 1
-    assert gap == missing_notice(len(flood + last) - kept), "the notice does not count the bytes that are missing"
+    gaps = [line for line in written if line.startswith(b"[rrl: ")]  # one, or several on a slow machine
+    missing = [int(gap.split()[1]) for gap in gaps]
+    assert gaps == [missing_notice(count) for count in missing] != []
+    kept = sum(len(line) + 1 for line in written if line not in gaps)
+    assert kept + sum(missing) == len(flood + last), "the notices do not count the bytes that are missing"
 
 
 FOLDER = Path("/home/anna/job")
