@@ -84,7 +84,7 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
   $(patsubst %,tests/unit/manager/planner/capacity/test_%.py,allocations nodes standbys) \
   $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_step_metrics reporting/test_summary storage/test_lease) \
   $(patsubst %,tests/unit/transport/%.py,test_address test_keys control/test_endpoints) \
-  $(patsubst %,tests/unit/cli/%.py,test_terminal_escapes doctor/test_slurm_output) \
+  $(patsubst %,tests/unit/cli/%.py,test_terminal_escapes doctor/test_checks) \
   $(patsubst %,tests/project/test_%.py,inert_text layers)
 
 test-fast: setup

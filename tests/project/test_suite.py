@@ -7,6 +7,7 @@ parses files and does not import them.
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 from rrl.tests.support.syntax_tree import parse
@@ -51,3 +52,10 @@ def test_every_kind_of_import_of_a_test_module_is_found(tmp_path: Path) -> None:
     assert imported_test_modules(tmp_path) == [
         f"tests/unit/test_b.py:{line}: {statement}" for line, statement in enumerate(statements, start=1)
     ]
+
+
+def test_files_of_make_test_fast_exist() -> None:
+    printed = subprocess.run(["make", "--dry-run", "test-fast"], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = {word for word in printed.stdout.split() if word.startswith("tests/")}
+    assert named
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
