@@ -85,7 +85,7 @@ class PhaseEntered(Struct, frozen=True, tag=True):
 class FirstWorkDone(Struct, frozen=True, tag=True):
     """Sent by a worker after the first unit of work of its incarnation (a rollout's first token after it joined).
 
-    After a failure, the replica now works again. This message and the next three are events of the run's journal, too.
+    After a failure, the replica now works again. This message and the next four are events of the run's journal, too.
     """
 
     incarnation: Incarnation

@@ -422,7 +422,7 @@ class MessageHandler:
         self._context.record(message)
 
     def _version_available(self, _: Incoming, message: msg.VersionAvailable) -> None:
-        self._context.record(ev.VersionAvailable(message.incarnation, message.version))
+        self._context.record(message)
 
     def _evaluated(self, _: Incoming, message: msg.Evaluated) -> None:
         if message.step > self._context.state().evaluated:

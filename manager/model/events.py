@@ -30,6 +30,7 @@ from ...transport.messages import Evaluated as Evaluated
 from ...transport.messages import FirstWorkDone as FirstWorkDone
 from ...transport.messages import StepCommitted as StepCommitted
 from ...transport.messages import ValuesLogged as ValuesLogged
+from ...transport.messages import VersionAvailable as VersionAvailable
 from .actions import Decision, ExternalAction
 
 
@@ -176,13 +177,6 @@ class OutsideWaitChanged(Struct, frozen=True, tag=True):
 
     incarnation: Incarnation
     wait: OutsideWait | None = None
-
-
-class VersionAvailable(Struct, frozen=True, tag=True):
-    """An incarnation holds a complete, verified weight version: each version of a trainer, the first of another one."""
-
-    incarnation: Incarnation
-    version: Version
 
 
 class FindingChanged(Struct, frozen=True, tag=True):
