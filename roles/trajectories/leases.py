@@ -167,7 +167,7 @@ class WorkQueue:
 
     def _entry(self, track: TrajectoryState) -> tuple[float, int, int, int]:
         created = track.group.created
-        length = length_class(exp(created.expected[0])) if created.expected else 0
+        length = 0 if created.expected is None else length_class(exp(created.expected))
         return self._staleness.begun_with(track.group), created.group // self._per_batch, -length, track.id
 
     def first(self) -> TrajectoryState | None:

@@ -121,7 +121,7 @@ class GroupMaker:
             pass
         number, first = self._state.next_group, self._state.next_trajectory
         estimate = self._state.lengths.expect(prompt.tokens) if self._state.lengths.separates else None
-        expected = (estimate.mean, estimate.variance) if estimate else None
+        expected = estimate.mean if estimate else None
         tokens = pack_tokens(prompt.tokens)
         self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected))
         return self._state.groups[number]

@@ -71,9 +71,9 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     size: int
     item: int
     prompt: bytes
-    expected: tuple[float, float] | None = None
-    """Mean and variance of the mean logarithm of the answers' lengths, as expected when the group was created; None
-    if lengths were not expected to differ."""
+    expected: float | None = None
+    """Mean logarithm of the answers' lengths, as expected when the group was created; None if lengths were not expected
+    to differ."""
 
 
 class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):

@@ -203,7 +203,7 @@ class State:
         if self.lengths.separates:
             typical = self.lengths.typical.mean
             waiting = (group for group in self.groups.values() if group.bound is None and group.unscored)
-            means = [group.created.expected[0] for group in waiting if group.created.expected is not None]
+            means = [group.created.expected for group in waiting if group.created.expected is not None]
             figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
             figures["longest_expected"] = min(math.exp(max(means)), self.lengths.limit) if means else 0.0
         at_work = sum(track.is_at_work for track in self.trajectories.values())

@@ -1,4 +1,4 @@
-"""Readers that misbehave, each in one way, for tests of the readers' supervisor.
+"""Readers that misbehave, each in one way, for tests of the readers' client.
 
 ``options.proc`` is a folder for notes, which are empty files. A reader reports by notes ``what.pid``, and a test
 controls the readers by other notes. :func:`place` gives the name by which a reader is started.
