@@ -43,6 +43,8 @@ class EngineRow(Struct, frozen=True):
     check: Callable[[Mapping[str, Any], int], tuple[tuple[str, ...], str] | None]
     """Returns a mistake in the arguments (``vllm``) and ``gpus`` of ``[roles.rollout]``: a key below that table, and a
     text; None if there is none."""
+    builds_model: bool = False
+    """Whether it computes with the model that rrl builds. If not, rrl may be unable to build [model] path."""
     package: str = ""
     """Package that it imports and that the extra ``torch`` does not install; empty if there is none."""
     install: str = ""
@@ -63,7 +65,7 @@ def _check_torch(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ..
 
 
 ENGINES = {
-    "torch": EngineRow("rrl.roles.rollout.torch_engine:prepare", _check_torch),
+    "torch": EngineRow("rrl.roles.rollout.torch_engine:prepare", _check_torch, builds_model=True),
     "vllm": EngineRow(
         "rrl.roles.rollout.vllm.config:prepare",
         vllm_arguments.check,

@@ -48,7 +48,7 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
     config = read_json(file)
     if not config:
         raise ValueError(f"{file} does not exist, or is empty")
-    for table in (config, config.get("text_config") or {}):
+    for table in _tables(config):
         for key in ("max_position_embeddings", "n_positions", "n_ctx"):
             if isinstance(limit := table.get(key), int):
                 return limit
@@ -72,8 +72,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def eos_ids(folder: Path) -> Any:
     """Return the token id (an int) or ids (a list) that end the model's output; None if the folder names no id."""
-    ids = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
-    return read_json(folder / CONFIG).get("eos_token_id") if ids is None else ids
+    tables = read_json(folder / GENERATION_CONFIG), *_tables(read_json(folder / CONFIG))
+    return next((ids for table in tables if (ids := table.get("eos_token_id")) is not None), None)
+
+
+def _tables(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the tables of a config.json that describe a language model; one of several modalities nests its own."""
+    return config, config.get("text_config") or {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -109,24 +114,32 @@ class ModelFolderProblem(Struct, frozen=True):
     """What is wrong, and what would be right."""
 
 
-def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFolderProblem | None:
+def validate(
+    folder: Path, chat: bool, max_tokens: int | None = None, *, computes: bool = True, trains: bool = True
+) -> ModelFolderProblem | None:
     """Return why the folder cannot be ``[model] path``, or None if no problem was found.
+
+    Its tokenizer and lengths are needed in every job; the rest only by the built-in roles that load it.
 
     Args:
         folder: The folder.
         chat: Whether prompts need a chat template.
         max_tokens: ``[model] max_length``; None if it is not set.
+        computes: Whether a role computes with the model that rrl builds from the folder.
+        trains: Whether the built-in trainer begins with the weights of the folder.
     """
     if not folder.is_dir():
         return ModelFolderProblem("path", f"{str(folder)!r} is a file; name the folder that contains it")
-    for pattern, written_for in ((CONFIG, "model"), (WEIGHTS, "model"), (TOKENIZER, "tokenizer")):
-        if next(folder.glob(pattern), None) is None:
+    files = ((CONFIG, "model", computes), (WEIGHTS, "model", trains), (TOKENIZER, "tokenizer", True))
+    for pattern, written_for, needed in files:
+        if needed and next(folder.glob(pattern), None) is None:
             fix = f"name a folder that save_pretrained of transformers wrote for a {written_for}"
             return ModelFolderProblem("path", f"{str(folder)!r} has no {pattern}; {fix}")
     try:
         settings = read_json(folder / TOKENIZER_CONFIG)
-        unsupported, too_long = [*_unsupported_kinds(folder)], [*_lengths(folder, max_tokens)]
-        others = [*_weights(folder), *_tokens(folder, settings)]
+        unsupported = [*_unsupported_kinds(folder)] if computes else []
+        too_long = [*_lengths(folder, max_tokens)]
+        others = [*(_weights(folder) if trains else ()), *_tokens(folder, settings, computes)]
     except ValueError as error:
         return ModelFolderProblem("path", str(error))
     for key, texts in (("path", unsupported), ("max_length", too_long), ("path", others)):
@@ -139,15 +152,23 @@ def validate(folder: Path, chat: bool, max_tokens: int | None = None) -> ModelFo
     return None
 
 
+def why_unsupported(folder: Path) -> str | None:
+    """Return why rrl cannot build the model that config.json of the folder describes; None if it can.
+
+    Raises:
+        ValueError: config.json cannot be read.
+    """
+    return next(_unsupported_kinds(folder), None)
+
+
 def _unsupported_kinds(folder: Path) -> Iterator[str]:
-    """Yield each reason for which the model that config.json describes is of a kind that cannot be trained."""
     path = folder / CONFIG
     config = read_json(path)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if not str(name).endswith("ForCausalLM"):
             yield f"{path}: {name} is not a causal language model; name a model whose architecture ends in ForCausalLM"
-    for table in (config, config.get("text_config") or {}):
+    for table in _tables(config):
         for key in _EXPERT_COUNT_KEYS:
             if isinstance(count := table.get(key), int) and count > 1:
                 yield f"{path}: {key} = {count}: mixtures of experts are not supported; name a dense model"
@@ -198,8 +219,8 @@ def _damage(path: Path) -> str:
     return "" if size >= expected_size else f"has only {size} of the {expected_size} bytes that its header declares"
 
 
-def _tokens(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield the problems of the tokenizer: tokens that the model does not embed, or no end of sequence."""
+def _tokens(folder: Path, settings: dict[str, Any], computes: bool) -> Iterator[str]:
+    """Yield the problems of the tokenizer: no end of sequence, or tokens that a model of rrl does not embed."""
     path = folder / TOKENIZER
     tokenizer = read_json(path)
     model = tokenizer.get("model")
@@ -212,7 +233,7 @@ def _tokens(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     ids = [token["id"] for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]
     ids += model["vocab"].values() if isinstance(model["vocab"], dict) else [len(model["vocab"]) - 1]
     tokens = 1 + max((token_id for token_id in ids if isinstance(token_id, int)), default=-1)
-    if isinstance(embedded, int) and tokens > embedded:
+    if computes and isinstance(embedded, int) and tokens > embedded:
         yield (
             f"{path} has {tokens} tokens, but the model of {folder / CONFIG} embeds {embedded}; name a folder whose"
             " tokenizer fits its model"

@@ -16,13 +16,13 @@ _SPECIAL_TOKENS = 2
 def weight_count(model: ModelSpec) -> int:
     """Return the number of weights of ``[model]``, from its shape or from the files of its folder.
 
-    The folder must be valid (:func:`.model_folder.validate`).
-
-    Raises:
-        OSError: A file of the folder cannot be read.
+    Returns 0 for a folder that does not exist, or whose files of weights cannot be read.
     """
     if model.path is not None:
-        return sum(_in_file(path) for path in weight_files(Path(model.path)))
+        try:
+            return sum(_in_file(path) for path in weight_files(Path(model.path)))
+        except (OSError, ValueError):
+            return 0
     width, attention = model.hidden_size, model.heads * model.head_dim
     vocabulary = _SPECIAL_TOKENS + (len(model.tokenizer.pieces) if model.tokenizer is not None else 0)
     layer = (

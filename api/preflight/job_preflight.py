@@ -310,7 +310,10 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     model = job.model
     if model is None or model.path is None:
         return []
-    folder = Path(model.path)
+    folder, rollout = Path(model.path), job.roles.rollout
+    trains = job.task is not None and job.roles.trainer.command is None
+    samples = job.task is not None and rollout.command is None
+    computes = trains or (samples and (row := ENGINES.get(rollout.engine)) is not None and row.builds_model)
     if not folder.exists():
         direct = all(role.launcher == "direct" for role in job.every_role().values())
         if not (direct and job.cluster.traits.roles_run_here):
@@ -319,7 +322,7 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
             ("model", "path"),
             f"{model.path!r} does not exist; name a folder with config.json (of a model on a hub: download it first)",
         )
-    elif wrong_model := validate(folder, model.chat, model.max_length):
+    elif wrong_model := validate(folder, model.chat, model.max_length, computes=computes, trains=trains):
         problem = Problem(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model takes {longest} tokens"

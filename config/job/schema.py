@@ -125,7 +125,8 @@ class ModelTable(Table):
 
     path: Annotated[str, Field(min_length=1)] | None = None
     """Folder with config.json, *.safetensors and the tokenizer's files, the same on every node; a relative path starts
-    at the folder of job.toml."""
+    at the folder of job.toml. If trainer and rollout are programs of your own, only the tokenizer must fit; with vLLM
+    rollouts and a trainer of your own, the model may be any that vLLM loads."""
     dtype: Literal["float32", "bfloat16"] = _MODEL.dtype
     """Type in which trainer and rollouts compute; the optimizer's own copy stays float32."""
     chat: bool = _MODEL.chat

@@ -9,7 +9,9 @@ a class or of a function, and is called with three arguments: the worker ``me``,
   arguments, which then builds the engine.
 
 The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
-allocates it), for an engine that computes with it, or that needs names and shapes. ``me.job.rollout`` has the settings.
+allocates it), for an engine that computes with it, or that needs names and shapes. It is None if rrl cannot build the
+model of ``[model] path``, such as a mixture of experts that a trainer of the user's trains; the engine then loads the
+folder as it can. ``me.job.rollout`` has the settings.
 :mod:`.torch_engine` is the shorter example, :mod:`.vllm` another.
 """
 
@@ -121,7 +123,7 @@ class Engine(Protocol):
 _METHODS = [name for name in vars(Engine) if not name.startswith("_")]
 
 
-def load_engine(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Import the engine that the job names, and return the function that builds it.
 
     Both end the process with exit code 2 and a message of one line if the engine is not as this module describes.

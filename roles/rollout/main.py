@@ -12,11 +12,14 @@ gc.disable()  # garbage collections would search a million objects of the import
 import logging
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 
 import rrl
 
+from ...config.import_paths import ENGINES
+from ...config.model_folder import why_unsupported
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.policy import compute_dtype, skeleton
 from ..models.tensors import unpack
@@ -208,7 +211,9 @@ def _builder(me: rrl.Worker) -> Callable[[], Engine]:
     torch.set_num_threads(me.job.rollout.threads)
     with exits_on_invalid_config():
         spec, tokenizer = me.job.model, open_tokenizer(me.job.model)
-        model = skeleton(spec, tokenizer.size, compute_dtype(spec))
+        row, path = ENGINES.get(me.job.rollout.engine), spec.path
+        needed = path is None or why_unsupported(Path(path)) is None or (row is not None and row.builds_model)
+        model = skeleton(spec, tokenizer.size, compute_dtype(spec)) if needed else None
     return load_engine(me, model, tokenizer)
 
 

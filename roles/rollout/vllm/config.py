@@ -58,7 +58,7 @@ class InvalidEngineConfig(Exception):
     """The configuration is invalid; the message says in one line what is wrong, where, and what would be right."""
 
 
-def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Configure vLLM, and return the function that builds the engine as :mod:`..engine` describes it."""
     spec, settings = me.job.model, me.job.rollout
     set_environment(settings.threads)

@@ -40,14 +40,15 @@ class VllmEngine:
 
     Args:
         config: The configuration of :func:`.config.configure`.
-        model: The model as transformers builds it, for names and shapes; may be on the meta device.
+        model: The model as transformers builds it, for names and shapes; may be on the meta device. None for a
+            kind of model that rrl cannot build: then only vLLM compares the weights with its model.
         stop_tokens: Tokens that end a trajectory.
         sampling: How to sample.
         lease: Maximum number of trajectories that are accepted at the same time.
     """
 
     def __init__(
-        self, config: Any, model: nn.Module, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int
+        self, config: Any, model: nn.Module | None, *, stop_tokens: frozenset[int], sampling: Sampling, lease: int
     ) -> None:
         if sampling.greedy and sampling.temperature != 1.0:
             raise ValueError(
@@ -182,7 +183,7 @@ class VllmEngine:
         that is not a ValueError, some of the weights may be new and others old, so the process must end.
         """
         try:
-            given = list(fitting(self._model, tensors).items())
+            given = list(tensors) if self._model is None else list(fitting(self._model, tensors).items())
         except ValueError as error:
             raise ValueError(f"{version}: {error}") from None
         for running in self._running.values():

@@ -385,6 +385,44 @@ def test_model_that_cannot_be_trained_is_refused_before_the_job_is_queued(
     assert f"model.{expected_text.replace('{m}', str(folder), 2) if '{m}' in expected_text else expected_text}" in line
 
 
+_MIXTURE = (
+    '{"max_position_embeddings": 128, "eos_token_id": 0, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}'
+)
+_VISION = """{"architectures": ["Qwen3VLForConditionalGeneration"], "quantization_config": {"bits": 4},
+ "text_config": {"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}}"""
+_OWN = 'command = ["true"]\n'
+
+
+@pytest.mark.parametrize("config", [_MIXTURE, _VISION])
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "accepted"),
+    [
+        (_OWN, _OWN, True),
+        (_OWN, 'engine = "task:Engine"\n', True),
+        (_OWN, 'engine = "vllm"\n', True),
+        (_OWN, "", False),
+        ("", _OWN, False),
+    ],
+)
+def test_model_is_checked_only_for_the_built_in_roles_that_load_it(
+    site: Site, config: str, trainer: str, rollout: str, accepted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program of the user needs the tokenizer of the folder: neither a model that rrl can build, nor its weights."""
+    folder = model_folders.make(site.job.parent / "m", 128)
+    (folder / "config.json").write_text(config)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    (site.job.parent / "task.py").write_text("class Engine:\n    pass\n")
+    job = _with_model().replace('kind = "local"', 'kind = "slurm"') + f"[roles.trainer]\n{trainer}"
+    site.slurm().job.write_text(job.replace("[roles.rollout]\n", f"[roles.rollout]\n{rollout}"))
+    assert main.run(["check", "--no-task", str(site.job)]) == (0 if accepted else 2)
+    error = capsys.readouterr().err
+    assert error.count("\n") == (0 if accepted else 1)
+    assert ("no *.safetensors" in error) == (not trainer)
+    (folder / "tokenizer.json").write_text("{}")
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
+
+
 def test_model_missing_on_this_machine_is_refused_only_if_the_roles_run_here(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
