@@ -107,12 +107,8 @@ class _OpenStep(Struct):
     """Those of this member."""
     sequences: int = 0
     """Number of trained sequences of all members; each sample of an episode counts."""
-    trajectories: int = 0
-    """Number of trajectories; the samples of an episode count as one."""
     tokens: int = 0
     """Number of trained answer tokens of all members."""
-    reward: float = 0.0
-    training_reward: float = 0.0
     lag: int = 0
     """Sum over the answer tokens of the number of training steps between sampling and training."""
 
@@ -130,11 +126,6 @@ class _OpenStep(Struct):
         """Add a trained part to the counts."""
         self.parts, self.complete = self.parts + 1, part.last
         self.sequences += len(part.trajectories)
-        first_samples = _first_samples(part.trajectories)
-        self.trajectories += len(first_samples)
-        for index in first_samples:
-            self.reward += part.trajectories[index].reward
-            self.training_reward += part.trajectories[index].training
         for trajectory in part.trajectories:
             versions = _unmasked(trajectory.versions, trajectory)
             self.tokens += len(versions)
@@ -298,8 +289,6 @@ class Learner:
             "loss": loss,
             **{name: value * (1 / tokens) for name, value in joined.sums.items()},
             **joined.maxima,
-            "reward": step.reward / step.trajectories,
-            "training_reward": step.training_reward / step.trajectories,
             "tokens": float(step.tokens),
             "staleness": step.lag / tokens,
         }

@@ -26,7 +26,7 @@ from ...core.run_spec import TrainerSettings
 from ..models.tasks import TaskError, import_row
 
 OWN_METRICS = frozenset({"loss", "reward", "training_reward", "tokens", "staleness"})
-"""Metrics of a step that the trainer itself computes."""
+"""Metrics that a step has with any loss."""
 
 
 class LossTokens(Struct, frozen=True):

@@ -330,7 +330,8 @@ class Worker:
         Args:
             number: the step, as in ``batch.number``.
             files: the checkpoint's files, all in one folder. They are made durable first.
-            metrics: metrics of the step, added to the metrics of the batch.
+            metrics: metrics of the step, added to the metrics of the batch. One that has the name of those, such as
+                ``reward``, is reported as ``trainer_reward``.
             digests: digests, by file name, of files that are already durable: in a gang each member makes its own files
                 durable, and only rank 0 commits.
 
@@ -339,11 +340,11 @@ class Worker:
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
-        step, files, known = self.uncommitted.get(number), as_paths(files), digests or {}
+        step, files, known = self.uncommitted.with_metrics(number, metrics or {}), as_paths(files), digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
-        earlier, metrics = self.uncommitted.before(number), {**step.metrics, **(metrics or {})}
-        request = self._connection.store.commit(number, manifest, step.digest, metrics, earlier)
+        earlier = self.uncommitted.before(number)
+        request = self._connection.store.commit(number, manifest, step.digest, step.metrics, earlier)
         steps = self._connection.call_store(request)
         self._committed, self._manifest = number, manifest
         self.uncommitted.remove_through(number)

@@ -6,7 +6,7 @@ A step that was received as a whole batch is a step of one part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..trajectories.types import PackedPart, TrainedStep
 
@@ -14,9 +14,10 @@ from ..trajectories.types import PackedPart, TrainedStep
 class UncommittedSteps:
     """The uncommitted steps of which all parts were received, by number, with their metrics.
 
-    The metrics are computed from the batch: ``reward``, the number of ``parts``, and the ages of the tokens. If groups
-    could not be scored, also their number and share. If the job limits staleness, also number and share of stale
-    groups. The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
+    The metrics are computed from the batch: ``reward`` and ``training_reward``, the number of ``parts``, and the ages
+    of the tokens. If groups could not be scored, also their number and share. If the job limits staleness, also number
+    and share of stale groups. A trainer's own metric of such a name is kept as ``trainer_<name>``. The thread that
+    receives parts adds them; another thread may commit earlier steps meanwhile.
 
     Args:
         staleness: ``[sampling] staleness``.
@@ -56,8 +57,13 @@ class UncommittedSteps:
         Raises:
             ValueError: The step is committed, or not all of its parts were received.
         """
+        self._complete[number] = self.with_metrics(number, metrics)
+
+    def with_metrics(self, number: int, metrics: Mapping[str, float]) -> TrainedStep:
+        """Return the uncommitted step ``number`` with further metrics, none of which replaces one of the batch."""
         step = self.get(number)
-        self._complete[number] = TrainedStep(number, step.digest, {**step.metrics, **metrics})
+        added = {f"trainer_{name}" if name in step.metrics else name: value for name, value in metrics.items()}
+        return TrainedStep(number, step.digest, step.metrics | added)
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:
         """Return the uncommitted steps before step ``number``, in order."""
@@ -80,16 +86,17 @@ class _BatchMetrics:
     """
 
     def __init__(self) -> None:
-        self._reward, self._trajectories, self._groups, self._parts = 0.0, 0, 0, 0
+        self._reward, self._training, self._trajectories, self._groups, self._parts = 0.0, 0.0, 0, 0, 0
         self._tokens = Counter[int]()
         """Number of tokens by age."""
 
     def add(self, part: PackedPart) -> None:
         self._parts += 1
         self._groups += len(part.groups)
-        rewards = {trajectory.id: trajectory.reward for trajectory in part.trajectories}  # an episode has many samples
-        self._trajectories += len(rewards)
-        self._reward = sum(rewards.values(), self._reward)
+        trajectories = {trajectory.id: trajectory for trajectory in part.trajectories}  # an episode has many samples
+        self._trajectories += len(trajectories)
+        self._reward = sum((one.reward for one in trajectories.values()), self._reward)
+        self._training = sum((one.training for one in trajectories.values()), self._training)
         for trajectory in part.trajectories:
             for count, step in trajectory.trained_runs:
                 self._tokens[max(0, part.number - 1 - step)] += count
@@ -99,6 +106,7 @@ class _BatchMetrics:
         tokens = self._tokens
         metrics = {
             "reward": self._reward / max(1, self._trajectories),
+            "training_reward": self._training / max(1, self._trajectories),
             "parts": float(self._parts),
             "token_age_run_max": float(last.max_age),
         }

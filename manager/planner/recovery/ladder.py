@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ....core.text import plural
-from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
+from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of, standby_role_of
 from ...model.actions import LowerRungs, Rung
 from ...model.queries import reached_step
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
@@ -105,6 +105,25 @@ def _min_replicas_text(case: FailureCase) -> str:
     return f"{plural(least, 'other replica')} of {case.failed.role}" if least else "a role that can shrink"
 
 
+def _standby_text(case: FailureCase) -> str:
+    """Return what promotion needs, with the reason why the standby processes on the member's node are not ready."""
+    role, node = case.failed.role, case.failed.node
+    there = [one for one in case.inventory.standby_processes if one.node == node and standby_role_of(one.id) == role]
+    states = (
+        ", ".join(_standby_state(one, case.now) for one in there) or "there was none: they start after its first step"
+    )
+    return f"a ready standby process of {role} on {node} ({states})"
+
+
+def _standby_state(standby: Replica, now: float) -> str:
+    """Return what a standby process has been doing, and for how long, for people."""
+    if standby.is_current:
+        doing = "ready" if standby.status is Status.JOINED else "starting"
+        return f"{standby.id} has been {standby.phase or doing} for {now - standby.since:.0f} s"
+    last = standby.failures[-1] if standby.failures else None
+    return f"{standby.id} does not run" + (f": {last.why}, {now - last.at:.0f} s ago" if last else "")
+
+
 _NODE_USABLE = Need(lambda case: case.inventory.is_usable(case.failed.node), _node_text)
 _NODE_NOT_BARRED = Need(
     lambda case: not case.inventory.is_usable(case.failed.node) or case.failed.node not in case.inventory.barred,
@@ -118,8 +137,7 @@ _FURTHER_TRY = Need(
 _TRANSIENT = (_NODE_USABLE, _NODE_NOT_BARRED, _FEW_FAILURES_HERE, _FURTHER_TRY)
 """Needs of a restart on the same node. If they are met, this restart is likely to help."""
 _STANDBY_HERE = Need(
-    lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)),
-    lambda case: f"a ready standby process of {case.failed.role} on {case.failed.node}",
+    lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)), _standby_text
 )
 _SPARE_WITH_STANDBY = Need(
     lambda case: case.inventory.spare_with_standby(case.failed) is not None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -175,6 +176,7 @@ def learn(
         these = [prompt(first + place) for place in range(prompts)]
         waiting.append(sampled_batch(rollout, these, first, group_size, max_new, number, score))
         if len(waiting) > lag:
-            yield step(student, waiting.popleft())
+            batch = waiting.popleft()
+            yield step(student, batch) | {"reward": statistics.fmean(one.reward for one in batch.trajectories)}
         if student.number == steps:
             return

@@ -164,7 +164,7 @@ def test_order_and_padding_of_trajectories_do_not_change_the_update() -> None:
     assert harness.step(one, batch) == pytest.approx(harness.step(other, turned), rel=1e-4, abs=1e-6)
 
 
-def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
+def test_metrics_of_a_step_have_its_tokens_and_their_age() -> None:
     student = harness.learner()
     student.number = 6
     old, new = Version(4, 1), Version(6, 2)
@@ -178,21 +178,9 @@ def test_metrics_report_the_tasks_own_score_beside_the_trained_reward() -> None:
         ),
     )
     metrics = harness.step(student, batch)
-    assert metrics["reward"] == 0.5
-    assert metrics["training_reward"] == 1.0
     assert metrics["tokens"] == 4
     assert metrics["staleness"] == 0.5
-    assert metrics.keys() == {
-        "reward",
-        "training_reward",
-        "loss",
-        "drift",
-        "clipped",
-        "dual_clipped",
-        "ratio_max",
-        "tokens",
-        "staleness",
-    }
+    assert metrics.keys() == {"loss", "drift", "clipped", "dual_clipped", "ratio_max", "tokens", "staleness"}
 
 
 def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:
@@ -546,11 +534,10 @@ def test_masked_tokens_change_the_update() -> None:
     assert not _same(one.weights(), other.weights())
 
 
-def test_samples_of_an_episode_share_its_advantage_and_count_as_one_reward() -> None:
+def test_samples_of_an_episode_share_its_advantage() -> None:
     branches = _episode(((2,), (3, 5), ()), ((2, 3, 5), (6, 1), ()))
     joined = _episode(((2,), (3, 5, 6, 1), ()))
     one, metrics = _learned(*branches)
     other, again = _learned(*joined)
-    assert metrics["reward"] == 0.5
     assert metrics == pytest.approx(again, rel=1e-5)
     assert _gradient_distance(one, other) < 1e-5

@@ -223,8 +223,8 @@ def test_each_step_is_trained_committed_and_published(monkeypatch: pytest.Monkey
     assert worker.phases[:4] == ["train", "publish", "train", "checkpoint"]
     assert [each.version.step for each in worker.published] == [0, 1, 2, 3, 4]
     assert sorted(worker.commits) == [1, 2, 3, 4]
-    assert [metrics["reward"] for metrics in worker.metrics] == [
-        sum(each.reward for each in part.trajectories) / 8 for part in worker.queue
+    assert [metrics["tokens"] for metrics in worker.metrics] == [
+        sum(len(each.tokens) for each in part.trajectories) for part in worker.queue
     ]
 
 

@@ -13,7 +13,8 @@ _ids = count()
 
 def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
     """Return a trajectory. ``runs`` are pairs of a number of tokens and the step of the weights that sampled them."""
-    return PackedTrajectory(next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward)
+    lengths = tuple((length, step, 1) for length, step in runs)
+    return PackedTrajectory(next(_ids), 0, b"", b"", lengths, reward, training=reward + 1)
 
 
 FIRST = PackedPart(9, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), 0, False, 0, 2)
@@ -29,7 +30,14 @@ def test_metrics_of_a_step_are_those_of_all_its_parts() -> None:
     step = steps.get(9)
     assert step.digest == "second"
     ages = {"token_age_p50": 0.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
-    assert step.metrics == {"reward": 0.625, "parts": 2.0, **ages, "stale_groups": 6.0, "stale_share": 6 / (6 + 9 * 3)}
+    assert step.metrics == {
+        "reward": 0.625,
+        "training_reward": 1.625,
+        "parts": 2.0,
+        **ages,
+        "stale_groups": 6.0,
+        "stale_share": 6 / (6 + 9 * 3),
+    }
     whole = UncommittedSteps(4)
     every = FIRST.trajectories + SECOND.trajectories
     whole.add(msgspec.structs.replace(SECOND, index=0, groups=(4, 2, 3), trajectories=every))
@@ -62,7 +70,7 @@ def test_step_without_its_last_part_cannot_be_committed() -> None:
     with pytest.raises(ValueError, match=r"cannot commit step 9: it has no uncommitted batch; .* are \[\]"):
         steps.get(9)
     steps.add(SECOND)
-    assert steps.get(9).metrics.keys() == {"reward", "parts", "token_age_p50", "token_age_max", "token_age_run_max"}
+    assert steps.get(9).metrics["parts"] == 2.0
 
 
 def test_repeated_part_is_counted_once() -> None:
@@ -80,3 +88,14 @@ def test_committed_steps_are_forgotten() -> None:
     assert steps.get(9).digest == "first"
     with pytest.raises(ValueError, match=r"the uncommitted steps are \[9\]"):
         steps.get(8)
+
+
+def test_metric_of_the_trainer_does_not_replace_one_of_the_batch() -> None:
+    steps = UncommittedSteps(None)
+    steps.add(FIRST)
+    steps.add(SECOND)
+    own = {"reward": 7.0, "loss": 1.0}
+    steps.trained(9, own)
+    for step in (steps.get(9), steps.with_metrics(9, {"kl": 2.0})):
+        values = [step.metrics[name] for name in ("reward", "trainer_reward", "training_reward", "loss")]
+        assert values == [0.625, 7.0, 1.625, 1.0]

@@ -93,6 +93,23 @@ def test_ready_standby_on_the_same_node_is_promoted_with_a_deadline() -> None:
     assert world.node_of(TRAINER) == home
 
 
+def test_decision_says_why_the_standby_on_the_node_was_not_ready() -> None:
+    world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady()
+    fail(world, TRAINER)
+    world.play(world.works, timeout_s=300.0)
+    home = world.node_of(TRAINER)
+    world.warmed()
+    fail(world, ReplicaId(f"standby/{home}"))
+    fail(world, TRAINER)
+    first, second = (
+        " ".join(lower.needed for lower in fence.why.lower)
+        for fence in fences(world)
+        if fence.incarnation.replica == TRAINER
+    )
+    assert f"standby process of trainer on {home} (there was none: they start after its first step)" in first
+    assert f"standby process of trainer on {home} (standby/{home} has been starting for 0 s)" in second
+
+
 def test_spare_with_a_ready_standby_is_preferred() -> None:
     world = World(gang_job(1, 1, spares=2)).steady().warmed()
     (warm,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
