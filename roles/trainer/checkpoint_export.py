@@ -34,7 +34,7 @@ from ...core.launch import read_run_spec
 from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
-from ..checkpoints.folders import DamagedCheckpoint, verified
+from ..checkpoints.folders import DamagedCheckpoint, place_files, verified
 from ..checkpoints.safetensors_files import write_weights
 from ..checkpoints.stored_tensors import INDEX, OLDER_RRL, TORCH_FILES, WEIGHTS_PREFIX, UnreadableTensors, read_index
 from ..models.hf_folder import write_model_files
@@ -196,10 +196,9 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
     try:
         try:
             links.mkdir(mode=0o700)
-            for name in manifest["files"]:
-                os.link(source / name, links / name)
+            place_files(source, manifest["files"], links, os.link)
         except FileNotFoundError as error:
-            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).name}") from None
+            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).relative_to(source)}") from None
         except OSError:
             shutil.rmtree(links, ignore_errors=True)
             yield manifest
