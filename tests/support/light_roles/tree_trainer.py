@@ -55,14 +55,14 @@ def _restored(me: rrl.Worker) -> int:
 
 def _folder(me: rrl.Worker, step: int) -> Path:
     """Return the folder of a step's checkpoint, which rank 0 makes."""
-    told = me.run_dir.path / "gang" / f"folder.{step}.{me.launch.incarnation.number}"
+    file = me.run_dir.path / "gang" / f"folder.{step}.{me.launch.incarnation.number}"
     if me.rank == 0:
-        told.parent.mkdir(exist_ok=True)
-        told.with_suffix(".new").write_text(str(me.checkpoint_dir(step)))
-        told.with_suffix(".new").rename(told)
-    while not told.exists():
+        file.parent.mkdir(exist_ok=True)
+        file.with_suffix(".new").write_text(str(me.checkpoint_dir(step)))
+        file.with_suffix(".new").rename(file)
+    while not file.exists():
         time.sleep(0.01)
-    return Path(told.read_text())
+    return Path(file.read_text())
 
 
 if __name__ == "__main__":
