@@ -196,27 +196,34 @@ def _weights(folder: Path) -> Iterator[str]:
         if not path.is_file():
             yield f"{str(folder)!r} lacks {path.relative_to(folder)}, which {INDEX} names; copy it into the folder"
     for path in sorted(folder.glob(WEIGHTS)):
-        if damage := _damage(path):
-            yield f"{path} {damage}; copy it again"
+        try:
+            read_header(path)
+        except ValueError as error:
+            yield f"{error}; copy it again"
 
 
-def _damage(path: Path) -> str:
-    """Return what is wrong with a safetensors file according to its header and size; empty if nothing is wrong.
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the dtype, shape and data_offsets of each tensor in a safetensors file, by name.
 
     The header is its length (8 bytes, little-endian), then JSON with the offset at which each tensor ends.
+
+    Raises:
+        ValueError: The file cannot be read, or is shorter than its header says; the text names the file.
     """
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        expected_size = 8 + length + max(ends, default=0)
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        expected_size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         size = path.stat().st_size
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return "is not a safetensors file"
-    return "" if size >= expected_size else f"has only {size} of the {expected_size} bytes that its header declares"
+        raise ValueError(f"{path} is not a safetensors file") from None
+    if size < expected_size:
+        raise ValueError(f"{path} has only {size} of the {expected_size} bytes that its header declares")
+    return tensors
 
 
 def _tokens(folder: Path, settings: dict[str, Any], computes: bool) -> Iterator[str]:

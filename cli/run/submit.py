@@ -21,6 +21,7 @@ from ...api.watching.run_watcher import await_resumed
 from ...api.watching.start_check import NeverBegan
 from ...config.job.document import JobDocument, Setting, parse_setting
 from ...config.job.load import job_from
+from ...config.model_folder import CONFIG
 from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, Outcome, UsageError
 from ...core.units import seconds
@@ -177,10 +178,10 @@ def _print_summary(run: RunDir, json: bool) -> int:
 def _weights(run: RunDir) -> str:
     """Return how the user gets the weights of a run; empty if the run has no checkpoint.
 
-    For checkpoints of the built-in trainer, the text is the command that exports them. For other checkpoints it only
-    names their folder, because a trainer of the user's own has a file format of its own.
+    For checkpoints of the built-in trainer and those with a Hugging Face folder, the text is the command that exports
+    them. For other checkpoints it only names their folder.
     """
-    if any(run.checkpoints.glob(f"step-*/{INDEX}")):
+    if any(run.checkpoints.glob(f"step-*/{INDEX}")) or any(run.checkpoints.glob(f"step-*/**/{CONFIG}")):
         return f"{program()} export {run.id} FOLDER"
     return "checkpoints/ in this folder" if any(run.checkpoints.glob("*")) else ""
 

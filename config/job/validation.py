@@ -332,9 +332,6 @@ def _form(job: Job) -> None:
 
 def _gang(at: tuple[str, str], role: Role) -> None:
     """Check the number of processes of a replica, and that its role supports several processes."""
-    if isinstance(role, TrainerRole) and role.command is not None and role.export is not None:
-        message = "rrl exports only checkpoints of its built-in trainer; remove this key"
-        raise mistake((*at, "export"), message)
     if isinstance(role, TrainerRole) and role.replicas > 1:
         message = f"a run has one trainer; for {role.replicas} processes of it write ranks = {role.replicas}"
         raise mistake((*at, "replicas"), message)

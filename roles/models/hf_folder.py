@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,17 @@ from ...config.model_folder import (
 from ...core.run_spec import ModelSpec, TokenizerSpec
 from .tokenizer import EOS, PAD, VocabularyTokenizer
 
-_COPIED = (
-    GENERATION_CONFIG,
+_TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
-    CHAT_TEMPLATE,
-    "chat_template.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "LICENSE*",
-    "NOTICE*",
 )
+_CHAT_TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
+_COPIED = (GENERATION_CONFIG, *_TOKENIZER_FILES, *_CHAT_TEMPLATES, "LICENSE*", "NOTICE*")
 """Patterns of the files that are copied from the folder of ``[model] path``, besides config.json."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json that name the dtype of the weights: in transformers 5, and in earlier versions."""
@@ -52,16 +49,47 @@ def write_model_files(spec: ModelSpec, folder: Path) -> list[Path]:
         ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.
         OSError: A file could not be read or written.
     """
-    written = _copy(Path(spec.path), folder) if spec.path is not None else _write_built(spec, folder)
+    written = _add_files(spec, folder, _COPIED)
     config = _built_config(spec) if spec.path is None else _with_dtype(read_json(Path(spec.path) / CONFIG), spec.dtype)
     if not config:
         raise ValueError(f"[model] path: {Path(str(spec.path)) / CONFIG} does not exist; the export needs it")
     return [*written, _write_json(folder / CONFIG, config)]
 
 
-def _copy(source: Path, folder: Path) -> list[Path]:
-    paths = [path for pattern in _COPIED for path in sorted(source.glob(pattern)) if path.is_file()]
-    written = [Path(shutil.copyfile(path, folder / path.name)) for path in paths]
+def add_missing_files(spec: ModelSpec, folder: Path) -> None:
+    """Add what ``folder``, which has a model's weights and configuration, lacks of the tokenizer of ``[model]``.
+
+    Files of two tokenizers are never mixed: if the folder has one, it gets at most a chat template. The generation
+    configuration and the licence are added too. Nothing is synced.
+
+    Raises:
+        ValueError: A file of the folder of ``[model] path`` is missing or cannot be read; the message names it.
+        OSError: A file could not be read or written.
+    """
+    has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
+    has_template = any((folder / name).exists() for name in _CHAT_TEMPLATES) or _template(folder) is not None
+    if has_tokenizer and not has_template and spec.path is not None and _template(Path(spec.path)) is not None:
+        (folder / CHAT_TEMPLATE).write_text(str(_template(Path(spec.path))), encoding="utf-8")
+    kept = {*(_TOKENIZER_FILES if has_tokenizer else ()), *(_CHAT_TEMPLATES if has_template else ())}
+    _add_files(spec, folder, [name for name in _COPIED if name not in kept])
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise ValueError(f"[model] path: {Path(str(spec.path)) / TOKENIZER} does not exist; the export needs it")
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template in tokenizer_config.json, where older versions of transformers have it."""
+    template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _add_files(spec: ModelSpec, folder: Path, patterns: Collection[str]) -> list[Path]:
+    """Write the files of the model whose names match ``patterns``, unless the folder has them; return their paths."""
+    if spec.path is None:
+        missing = {name: file for name, file in _built_files(spec).items() if name in patterns}
+        return [_write_json(folder / name, file) for name, file in missing.items() if not (folder / name).exists()]
+    source = Path(spec.path)
+    paths = [path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()]
+    written = [Path(shutil.copyfile(path, folder / path.name)) for path in paths if not (folder / path.name).exists()]
     if not (folder / GENERATION_CONFIG).exists() and (ids := eos_ids(source)) is not None:
         written.append(_write_json(folder / GENERATION_CONFIG, {"eos_token_id": ids}))
     return written
@@ -103,7 +131,7 @@ def _built_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
+def _built_files(spec: ModelSpec) -> dict[str, Any]:
     assert spec.tokenizer is not None
     pad, eos = _unused("<pad>", spec.tokenizer), _unused("<eos>", spec.tokenizer)
     settings = {
@@ -113,11 +141,11 @@ def _write_built(spec: ModelSpec, folder: Path) -> list[Path]:
         "model_max_length": max_length(None, spec.max_length),
         "clean_up_tokenization_spaces": False,
     }
-    return [
-        _write_json(folder / TOKENIZER, _tokenizer(spec.tokenizer, pad, eos)),
-        _write_json(folder / TOKENIZER_CONFIG, settings),
-        _write_json(folder / GENERATION_CONFIG, {"eos_token_id": EOS, "pad_token_id": PAD}),
-    ]
+    return {
+        TOKENIZER: _tokenizer(spec.tokenizer, pad, eos),
+        TOKENIZER_CONFIG: settings,
+        GENERATION_CONFIG: {"eos_token_id": EOS, "pad_token_id": PAD},
+    }
 
 
 def _unused(name: str, spec: TokenizerSpec) -> str:

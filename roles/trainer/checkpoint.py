@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.run_dir import RunDir, attempt_of, full_storage_error
-from ..checkpoints.folders import DamagedCheckpoint, Digest, StoredFiles, digest_of, make_durable, verified
+from ..checkpoints.folders import DamagedCheckpoint, Digest, StoredFiles, make_durable, share_of, verified
 from ..checkpoints.stored_tensors import (
     INDEX,
     OLDER_RRL,
@@ -77,8 +77,7 @@ class Checkpoints:
         """
         try:
             paths = self._save(tensors, like, folder, extra_state)
-            make_durable(paths)
-            return Written({path.name: digest_of(path) for path in paths})
+            return Written(make_durable(folder, [path.name for path in paths]))
         except OSError as error:
             return not_written(error, f"{folder}: ")
 
@@ -127,7 +126,7 @@ class Checkpoints:
         """
         gang, damage, failure, index = self._gang, "", "", Index(0, {})
         try:
-            mine = {*sorted(files)[gang.rank :: gang.world], INDEX, _rank_file(gang.rank)}
+            mine = share_of(files, (gang.rank, gang.world)) | {INDEX, _rank_file(gang.rank)}
             verified(self._run_dir.path, {"folder": folder, "files": files}, only=mine)
         except DamagedCheckpoint as error:
             damage = str(error)
@@ -173,8 +172,7 @@ class Checkpoints:
             self._delete_references_before(folder)
         like = {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in weights(model).items()}
         paths = self._save({name: shard_of(tensor).to("cpu", dtype) for name, tensor in like.items()}, like, folder)
-        make_durable(paths)
-        mine = {path.name: digest_of(path) for path in paths}
+        mine = make_durable(folder, [path.name for path in paths])
         files = {name: digest for digests in gang.gather(mine, dict[str, Digest]) for name, digest in digests.items()}
         return StoredFiles(folder.relative_to(self._run_dir.path).as_posix(), files)
 

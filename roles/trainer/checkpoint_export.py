@@ -21,23 +21,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from ...config.input_files import InputChanged, check_input
+from ...config.model_folder import CONFIG, WEIGHTS, read_header, read_json, weight_files
+from ...config.model_folder import INDEX as WEIGHT_INDEX
 from ...core.launch import read_run_spec
 from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
-from ..checkpoints.folders import DamagedCheckpoint, verified
+from ..checkpoints.folders import DamagedCheckpoint, place_files, verified
 from ..checkpoints.safetensors_files import write_weights
-from ..checkpoints.stored_tensors import INDEX, OLDER_RRL, TORCH_FILES, WEIGHTS_PREFIX, UnreadableTensors, read_index
-from ..models.hf_folder import write_model_files
+from ..checkpoints.stored_tensors import (
+    DTYPES,
+    INDEX,
+    OLDER_RRL,
+    TORCH_FILES,
+    WEIGHTS_PREFIX,
+    UnreadableTensors,
+    read_index,
+)
+from ..models.hf_folder import add_missing_files, write_model_files
 from ..trajectories.durable.log import LogDamaged, read_commits
 from ..trajectories.durable.records import LogFormatError, StepCommitted
 
@@ -52,6 +62,8 @@ NICENESS = 19
 """Niceness of the manager's export: the lowest priority, so that it slows down no other process."""
 END_RETRY_S = 0.1
 """Seconds between two SIGTERMs to the main thread. They are repeated until the process ends."""
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py", "*.md", "LICENSE*", "NOTICE*")
+"""Patterns of the files of a model besides its weights. Optimizer and random states (*.pt, *.bin) are others."""
 _MANAGER = "manager"
 """Suffix of the names of the hidden folders of the manager's exports. A run has at most one of these exports at a
 time."""
@@ -77,6 +89,7 @@ class Exported(Struct, frozen=True):
     folder: str
     """Absolute path of the folder."""
     dtype: str
+    """The dtype of the weights; several are separated by commas."""
     nbytes: int
     """Size of the files in the folder, in bytes."""
 
@@ -138,33 +151,44 @@ def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, own
     try:
         partial.mkdir(mode=0o755)
         with _pinned(run, commit.manifest, owner) as pinned:
-            _write(run, spec, commit, pinned, partial)
+            dtype = _write(run, spec, commit, pinned, partial)
         nbytes = _sync(partial)
         os.rename(partial, folder)
         sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(run.id, commit.number, str(folder), spec.model.dtype, nbytes)
+    return Exported(run.id, commit.number, str(folder), dtype, nbytes)
 
 
-def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path) -> None:
+def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path) -> str:
+    """Write the model of a checkpoint into the existing, empty ``folder``; return the dtype of its weights."""
     source, committed, files = run.path / manifest["folder"], run.path / commit.manifest["folder"], manifest["files"]
     if files.keys() >= TORCH_FILES:
         raise ExportRefused(f"step {commit.number} of {run.id} cannot be exported: {OLDER_RRL}")
-    if INDEX not in files:
-        raise ExportRefused(
-            f"a trainer of your own wrote the checkpoint of step {commit.number}, and rrl exports only checkpoints of"
-            f" its built-in trainer; the files are in {committed}"
-        )
     try:
-        verified(run.path, manifest)
-        weights = {
-            name.removeprefix(WEIGHTS_PREFIX): one
-            for name, one in read_index(source, files).tensors.items()
-            if name.startswith(WEIGHTS_PREFIX)
-        }
-        write_weights(weights, source, folder, spec.model.dtype)
+        below = "" if INDEX in files else _find_hf_folder(files)
+    except ValueError as error:
+        raise ExportRefused(
+            f"step {commit.number} of {run.id} cannot be exported: a trainer of your own wrote its checkpoint, and"
+            f" {error}; the files are in {committed}"
+        ) from None
+    try:
+        if spec.model.path is not None:
+            check_input(run, Path(spec.model.path))
+        if below:
+            dtype = _copy_model(run, manifest, below, folder)
+            add_missing_files(spec.model, folder)
+        else:
+            verified(run.path, manifest)
+            weights = {
+                name.removeprefix(WEIGHTS_PREFIX): one
+                for name, one in read_index(source, files).tensors.items()
+                if name.startswith(WEIGHTS_PREFIX)
+            }
+            dtype = spec.model.dtype
+            write_weights(weights, source, folder, dtype)
+            write_model_files(spec.model, folder)
         note = {
             "run": run.id,
             "step": commit.number,
@@ -173,14 +197,79 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
             "checkpoint": commit.manifest,
         }
         (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        if spec.model.path is not None:
-            check_input(run, Path(spec.model.path))
-        write_model_files(spec.model, folder)
     except (DamagedCheckpoint, InputChanged, UnreadableTensors, ValueError) as error:
         reason = str(error).replace(str(source), str(committed))  # the links are temporary: show the real folder
         raise ExportFailed(f"step {commit.number} of {run.id} cannot be exported: {reason}") from None
+    return dtype
 
 
+# ── checkpoints of a trainer of the user's own ──────────────────────────────────────────────────────────────────────
+def _copy_model(run: RunDir, manifest: dict[str, Any], below: str, folder: Path) -> str:
+    """Copy the Hugging Face folder ``below`` the folder of a checkpoint; return the dtype of its weights."""
+    source = run.path / manifest["folder"] / below
+    names = {PurePath(name).name: name for name in manifest["files"] if str(PurePath(name).parent) == below}
+    copied = _model_files(source, names)
+    verified(run.path, manifest, {names[name] for name in copied})
+    dtype = _check_weights(source)
+    place_files(source, copied, folder, shutil.copyfile)
+    return dtype
+
+
+def _find_hf_folder(names: Collection[str]) -> str:
+    """Return the path of the Hugging Face folder among a checkpoint's files; "." for the checkpoint's own folder.
+
+    Raises:
+        ValueError: There is none, or several below the checkpoint's folder. The text says what is missing.
+    """
+    paths = [PurePath(name) for name in names]
+    configs = {str(path.parent) for path in paths if path.name == CONFIG}
+    weights = {str(path.parent) for path in paths if path.match(WEIGHTS)}
+    found = sorted(configs & weights)
+    if "." in found or len(found) == 1:
+        return "." if "." in found else found[0]
+    if found:
+        raise ValueError(f"it has several folders with {CONFIG} and {WEIGHTS}: {', '.join(found)}; commit only one")
+    lacking = [pattern for pattern, folders in ((CONFIG, configs), (WEIGHTS, weights)) if not folders]
+    missing = " and ".join(lacking) or f"a folder with both {CONFIG} and {WEIGHTS}"
+    raise ValueError(f"it lacks {missing}, which save_pretrained of transformers writes")
+
+
+def _model_files(folder: Path, names: Collection[str]) -> list[str]:
+    """Return the names of the files in a Hugging Face folder that belong to the model, config.json among them.
+
+    Args:
+        folder: The Hugging Face folder.
+        names: The committed files of the folder itself, without those of its subfolders.
+
+    Raises:
+        ValueError: The index cannot be read, or names a file that was not committed.
+    """
+    weights = {path.relative_to(folder).as_posix() for path in weight_files(folder)}
+    if missing := min(weights.difference(names), default=None):
+        raise ValueError(f"{folder / WEIGHT_INDEX} names {missing}, which was not committed")
+    return [name for name in names if name in weights or any(PurePath(name).match(one) for one in _BESIDE_WEIGHTS)]
+
+
+def _check_weights(folder: Path) -> str:
+    """Compare the safetensors files of a Hugging Face folder with their headers and their index.
+
+    Returns the dtypes of the tensors as torch names them, separated by commas.
+
+    Raises:
+        ValueError: A file is damaged, or lacks a tensor of the index; or config.json cannot be read.
+    """
+    read_json(folder / CONFIG)
+    headers = {path.name: read_header(path) for path in weight_files(folder)}
+    if isinstance(index := read_json(folder / WEIGHT_INDEX).get("weight_map"), dict):
+        for name, file in index.items():
+            if name not in headers[str(file)]:
+                raise ValueError(f"{folder / str(file)} lacks the tensor {name}, which {WEIGHT_INDEX} names")
+    torch_names = {code: dtype for dtype, (code, _) in DTYPES.items()}
+    codes = {tensor["dtype"] for header in headers.values() for tensor in header.values()}
+    return ", ".join(sorted(torch_names.get(code, code) for code in codes))
+
+
+# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
 def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[str, Any]]:
     """Make a folder of hard links to the checkpoint's files, and yield a manifest that names this folder.
@@ -196,10 +285,9 @@ def _pinned(run: RunDir, manifest: dict[str, Any], owner: str) -> Iterator[dict[
     try:
         try:
             links.mkdir(mode=0o700)
-            for name in manifest["files"]:
-                os.link(source / name, links / name)
+            place_files(source, manifest["files"], links, os.link)
         except FileNotFoundError as error:
-            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).name}") from None
+            raise _FileMissing(f"{source}: lacks {Path(str(error.filename)).relative_to(source)}") from None
         except OSError:
             shutil.rmtree(links, ignore_errors=True)
             yield manifest

@@ -28,7 +28,7 @@ from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Evaluated, Goodbye, Peers
 from ...transport.weights.manifest import ManifestBuilder, layout
-from ..checkpoints.folders import Digest, as_paths, fresh_folder, make_durable, verified
+from ..checkpoints.folders import Digest, as_paths, exact_folder, fresh_folder, share_of, verified
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
@@ -258,14 +258,33 @@ class Worker:
         self._fetch_committed()
         return self._manifest
 
-    def committed_files(self) -> dict[str, Path] | None:
-        """Return the files of the newest committed checkpoint by name, or None before the first commit.
+    def committed_files(self, share: tuple[int, int] | None = None) -> dict[str, Path] | None:
+        """Return the files of the newest committed checkpoint, or None before the first commit.
+
+        The keys are the paths relative to the checkpoint's folder. With ``share`` = ``(rank, world)`` only the digests
+        of this rank's share of the files are compared, about equally many bytes for each rank; all files are returned.
 
         Raises:
             DamagedCheckpoint: a file is missing or differs from its committed digest.
+            ValueError: there is no such share.
         """
         manifest = self.committed_manifest
-        return None if manifest is None else verified(self.run_dir.path, manifest)
+        return None if manifest is None else self._verified(manifest, share)
+
+    def committed_folder(self, share: tuple[int, int] | None = None) -> Path | None:
+        """Return a folder with exactly the files of the newest committed checkpoint, or None before the first commit.
+
+        It is the folder of the checkpoint, or, if this has other files too, a folder of hard links in it. Do not change
+        it. ``share`` and the exceptions are those of :meth:`committed_files`.
+        """
+        if (manifest := self.committed_manifest) is None:
+            return None
+        folder = exact_folder(self.run_dir.path, manifest)
+        self._verified({**manifest, "folder": folder}, share)
+        return folder
+
+    def _verified(self, manifest: dict[str, Any], share: tuple[int, int] | None) -> dict[str, Path]:
+        return verified(self.run_dir.path, manifest, None if share is None else share_of(manifest["files"], share))
 
     def batches(self, after: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the steps after ``after``; ``batch.number`` is the step.
@@ -329,20 +348,21 @@ class Worker:
 
         Args:
             number: the step, as in ``batch.number``.
-            files: the checkpoint's files, all in one folder. They are made durable first.
+            files: the checkpoint's files and folders, all below one folder that :meth:`checkpoint_dir` returned. All
+                files in a folder belong to the checkpoint, at any depth. They are made durable first.
             metrics: metrics of the step, added to the metrics of the batch. One that has the name of those, such as
                 ``reward``, is reported as ``trainer_reward``.
-            digests: digests, by file name, of files that are already durable: in a gang each member makes its own files
-                durable, and only rank 0 commits.
+            digests: digests, by path relative to the checkpoint's folder, of files that are already durable: in a gang
+                each member makes its own files durable, and only rank 0 commits.
 
         Raises:
-            ValueError: the step or its last part was not returned, or the step is already committed.
+            ValueError: the step or its last part was not returned, or the step is already committed; or a file is no
+                regular file of the checkpoint's folder.
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
-        step, files, known = self.uncommitted.with_metrics(number, metrics or {}), as_paths(files), digests or {}
-        make_durable([path for path in files if path.name not in known])
-        manifest = describe_files(self.run_dir.path, files, known)
+        step = self.uncommitted.with_metrics(number, metrics or {})
+        manifest = describe_files(self.run_dir.path, as_paths(files), digests or {})
         earlier = self.uncommitted.before(number)
         request = self._connection.store.commit(number, manifest, step.digest, step.metrics, earlier)
         steps = self._connection.call_store(request)

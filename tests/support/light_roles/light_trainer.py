@@ -25,11 +25,11 @@ def main() -> None:
         observed = me.run_dir.path / "batches"
         observed.mkdir(exist_ok=True)
         step = me.committed or 0
-        _meet(me, "start")
+        meet(me, "start")
         if me.rank:
             _follow(me, step)
             return
-        _publish(me, step)
+        publish(me, step)
         taken: list[dict[str, Any]] = []
         for part in me.parts(after=step):
             with me.phase("train"):
@@ -45,11 +45,11 @@ def main() -> None:
                     continue
                 path = observed / f"{part.number}.{me.launch.incarnation.number}.json"
                 path.write_text(json.dumps(taken))
-                _meet(me, str(part.number))
+                meet(me, str(part.number))
             step = part.number
             if me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step:
                 _commit(me, step)
-            _publish(me, step)
+            publish(me, step)
             if step == (me.committed or 0) + 1:
                 _hold(me)
         if step > (me.committed or 0):  # the trainer was stopped between two checkpoints
@@ -85,10 +85,10 @@ def _follow(me: rrl.Worker, step: int) -> None:
         with me.phase("train"):
             time.sleep(STEP_SECONDS)
             if part.last:
-                _meet(me, str(part.number))
+                meet(me, str(part.number))
 
 
-def _meet(me: rrl.Worker, where: str) -> None:
+def meet(me: rrl.Worker, where: str) -> None:
     """Wait until all ranks of this incarnation have called this function."""
     folder = me.run_dir.path / "gang"
     folder.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def _meet(me: rrl.Worker, where: str) -> None:
         time.sleep(0.01)
 
 
-def _publish(me: rrl.Worker, step: int) -> None:
+def publish(me: rrl.Worker, step: int) -> None:
     with me.phase("publish"):
         me.publish(step, [("step", "uint8", (8,), memoryview(step.to_bytes(8, "big")))])
 

@@ -174,7 +174,7 @@ def _once_it_is_sealed(step: int, dies: bool) -> None:
 
 def _in_the_files(step: int) -> None:
     """Die after the checkpoint's files are written, before any of them is durable."""
-    _before(checkpoint, "make_durable", lambda paths: f"/step-{step}." in str(paths[0]))
+    _before(checkpoint, "make_durable", lambda folder, _: folder.name.startswith(f"step-{step}."))
 
 
 def _while_it_publishes(step: int) -> None:

@@ -145,11 +145,6 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[task]",
-        '[roles.trainer]\nexport = "end"\ncommand = ["train"]\n[task]',
-        "job.toml:13: roles.trainer.export: rrl exports only checkpoints of its built-in trainer; remove this key",
-    ),
-    (
-        "[task]",
         "[roles.trainer]\ncheckpoint_every = 0\n[task]",
         "job.toml:13: roles.trainer.checkpoint_every: must be at least 1, not 0",
     ),

@@ -17,9 +17,10 @@ import torch
 from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Incarnation, ReplicaId
-from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder
+from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder, make_durable
 from rrl.roles.checkpoints.stored_tensors import INDEX
 from rrl.roles.trainer import async_saver as saver_module
+from rrl.roles.trainer import checkpoint
 from rrl.roles.trainer.async_saver import COMMITS_CAUSE, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
 from rrl.roles.trainer.host_buffers import HostBuffers
@@ -283,17 +284,16 @@ def test_full_disk_is_waited_out_and_another_error_is_raised(
     monkeypatch.setattr(external_waits, "REPORTED_AFTER_S", 0.0)
     monkeypatch.setattr(saver_module, "_ATTEMPTS_PER_WAIT", 2)
     troubles, awaited, began = [errno.ENOSPC] * 4, list[str](), set[float]()
-    real = os.fsync
 
-    def fsync(fd: int) -> None:
+    def failing(folder: Path, names: list[str]) -> dict[str, Digest]:
         awaited.append(external_waits.awaited_service())
         began.add(external_waits._waiting_since)
         if troubles:
             number = troubles.pop()
             raise OSError(number, os.strerror(number))
-        real(fd)
+        return make_durable(folder, names)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoint, "make_durable", failing)
     scene.me.may_commit.set()
     scene.save(1)
     scene.save(2)

@@ -161,14 +161,3 @@ def test_new_reference_replaces_those_of_earlier_incarnations(run_dir: RunDir) -
     assert kept.exists()
     assert later.exists(), "a fenced trainer that wakes up late has deleted a folder of its successor"
     assert verified(run_dir.path, {"folder": files.folder, "files": files.files})
-
-
-def test_files_of_a_checkpoint_must_be_in_one_folder_of_the_run(run_dir: RunDir, tmp_path: Path) -> None:
-    files = _write(Checkpoints(run_dir), run_dir, 1) + _write(Checkpoints(run_dir), run_dir, 2)
-    for wrong in ([], files):
-        with pytest.raises(ValueError, match="must be in one folder"):
-            describe(run_dir.path, wrong)
-    outside = tmp_path / "elsewhere.pt"
-    outside.write_bytes(b"")
-    with pytest.raises(ValueError, match="must be in the run directory"):
-        describe(run_dir.path, [outside])

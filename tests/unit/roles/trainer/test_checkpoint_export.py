@@ -219,15 +219,6 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(made: CommittedRun, tmp_path:
         export_checkpoint(made.run, None, tmp_path / "out")
 
 
-def test_a_checkpoint_of_another_trainer_is_refused(made: CommittedRun, tmp_path: Path) -> None:
-    file = made.run.checkpoints / "step-3.1.0" / "own.bin"
-    file.parent.mkdir()
-    file.write_bytes(b"mine")
-    made.commit_files(3, [file])
-    with pytest.raises(ExportRefused, match=r"a trainer of your own wrote .* step 3.* are in .*step-3\.1\.0"):
-        export_checkpoint(made.run, None, tmp_path / "out")
-
-
 def test_a_checkpoint_of_an_older_rrl_is_refused_with_the_version_to_export_it(
     made: CommittedRun, tmp_path: Path
 ) -> None:

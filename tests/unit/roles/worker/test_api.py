@@ -23,6 +23,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.phases import WAIT_EXTERNAL
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
+from rrl.roles.checkpoints.folders import DamagedCheckpoint
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Score, Scoring
 from rrl.roles.worker import api, connection
 from rrl.roles.worker.api import Worker
@@ -453,6 +454,48 @@ async def test_step_is_committed_in_another_thread_during_the_next_batch(scene: 
     assert state.manifest is not None
     assert state.manifest["files"].keys() == {"mine", "another's"}
     assert state.manifest["files"]["another's"] == {"sha256": "00", "bytes": 3}
+    store.close()
+
+
+async def test_next_trainer_gets_the_committed_tree_by_relative_path_and_as_a_folder(scene: Scene) -> None:
+    store = scene.open_store()
+    crew.generate(store)
+    crew.score(store)
+
+    def commit() -> None:
+        (batch,) = me.batches()
+        folder = me.checkpoint_dir(batch.number)
+        for name in ("model/a", "optimizer/a"):
+            (folder / name).parent.mkdir()
+            (folder / name).write_text(name)
+        with pytest.raises(ValueError, match=r"is not in a folder that me\.checkpoint_dir\(step\) returned"):
+            me.commit(1, [folder / "model", folder / ".." / "a"])
+        me.commit(1, [folder / "model", folder / "optimizer"])
+        (folder / "left over").touch()
+
+    def resume() -> None:
+        files = heir.committed_files()
+        assert files is not None
+        assert {name: path.read_text() for name, path in files.items()} == {
+            "model/a": "model/a",
+            "optimizer/a": "optimizer/a",
+        }
+        for share in (None, (0, 2), (1, 2)):
+            assert (folder := heir.committed_folder(share)) is not None
+            assert {path.name for path in folder.iterdir()} == {"model", "optimizer"}
+        for function in (heir.committed_files, heir.committed_folder):
+            with pytest.raises(ValueError, match=r"share = \(2, 2\) is \(rank, world\)"):
+                function((2, 2))
+        files["model/a"].write_text("changed")
+        with pytest.raises(DamagedCheckpoint, match="model/a has the digest"):
+            [heir.committed_folder((rank, 2)) for rank in range(2)]
+
+    me, heir = scene.worker(crew.TRAINER), scene.worker(crew.incarnation_of("trainer/0", 2))
+    async with scene.manager_and(store) as manager:
+        await manager.dismiss(scene.start(me, commit), crew.TRAINER)
+        manager.received.clear()
+        store.update_membership([*crew.ALL[:-1], heir.launch.incarnation])
+        await manager.dismiss(scene.start(heir, resume), heir.launch.incarnation)
     store.close()
 
 
