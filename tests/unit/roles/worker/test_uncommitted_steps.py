@@ -13,7 +13,9 @@ _ids = count()
 
 def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
     """Return a trajectory. ``runs`` are pairs of a number of tokens and the step of the weights that sampled them."""
-    return PackedTrajectory(next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward)
+    return PackedTrajectory(
+        next(_ids), 0, b"", b"", tuple((length, step, 1) for length, step in runs), reward, reward, 0
+    )
 
 
 FIRST = PackedPart(9, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), 0, False, 0, 2)
