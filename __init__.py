@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from rrl.roles.trainer.checkpoint_export import Exported as Exported
     from rrl.roles.trainer.loss_function import LossSum as LossSum
     from rrl.roles.trainer.loss_function import LossTokens as LossTokens
-    from rrl.roles.trajectories.types import Batch as Batch
+    from rrl.roles.trajectories.batches import Batch as Batch
+    from rrl.roles.trajectories.batches import Part as Part
     from rrl.roles.trajectories.types import Item as Item
-    from rrl.roles.trajectories.types import Part as Part
     from rrl.roles.trajectories.types import Score as Score
     from rrl.roles.trajectories.types import Segment as Segment
     from rrl.roles.trajectories.types import ToScore as ToScore
@@ -69,11 +69,11 @@ _HOMES = {
     "pack": "rrl.roles.models.tensors",
     "unpack": "rrl.roles.models.tensors",
     "waiting": "rrl.roles.worker.status.external_waits",
-    "Batch": "rrl.roles.trajectories.types",
+    "Batch": "rrl.roles.trajectories.batches",
     "Item": "rrl.roles.trajectories.types",
     "LossSum": "rrl.roles.trainer.loss_function",
     "LossTokens": "rrl.roles.trainer.loss_function",
-    "Part": "rrl.roles.trajectories.types",
+    "Part": "rrl.roles.trajectories.batches",
     "Score": "rrl.roles.trajectories.types",
     "Segment": "rrl.roles.trajectories.types",
     "ToScore": "rrl.roles.trajectories.types",

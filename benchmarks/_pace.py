@@ -40,8 +40,9 @@ from rrl.roles.rollout.engine import Engine, StepOutput
 from rrl.roles.trainer import main as trainer_program
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories import server as store_program
+from rrl.roles.trajectories.batches import Part
 from rrl.roles.trajectories.leases import WorkQueue
-from rrl.roles.trajectories.types import Item, Part, Segment
+from rrl.roles.trajectories.types import Item, Segment
 
 
 class Tau(Struct, frozen=True):

@@ -27,7 +27,8 @@ from rrl.roles.rollout import main as rollout_program
 from rrl.roles.rollout.engine import Engine, StepOutput
 from rrl.roles.trainer import main as trainer_program
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import Item, Part
+from rrl.roles.trajectories.batches import Part
+from rrl.roles.trajectories.types import Item
 
 _T = TypeVar("_T")
 

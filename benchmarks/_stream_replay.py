@@ -26,11 +26,11 @@ from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories import batches
+from rrl.roles.trajectories.batches import Part
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import GroupCreated, Record, SegmentsAppended, StepCommitted, decode
 from rrl.roles.trajectories.durable.records import Part as StoredPart
 from rrl.roles.trajectories.durable.state import State
-from rrl.roles.trajectories.types import Part
 
 _ALL_STEPS = 1_000_000
 """Number of committed steps whose tokens the state of a replay keeps; large enough for all of them."""

@@ -56,7 +56,8 @@ from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
-from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.roles.trajectories.batches import Batch
+from rrl.roles.trajectories.types import Trajectory
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(

@@ -31,7 +31,7 @@ from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
-from rrl.roles.trajectories.types import Batch
+from rrl.roles.trajectories.batches import Batch
 from rrl.tests.support.roles.trainer.publishing import PublishingWorker
 
 ROUNDS = 5

@@ -1,15 +1,15 @@
-"""The share of one rank in work that the ranks of a gang divide among themselves."""
+"""A share of something that the ranks of a gang divide among themselves."""
 
 from __future__ import annotations
 
 
 def checked_share(share: tuple[int, int]) -> tuple[int, int]:
-    """Return ``share``, the pair (rank, world).
+    """Return ``share``, (rank, world), unchanged.
 
     Raises:
-        ValueError: There is no such share.
+        ValueError: It is no pair of integers with 0 <= rank < world.
     """
-    rank, world = share
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"share = ({rank}, {world}) is (rank, world): world must be at least 1, rank 0 to world - 1")
-    return share
+    match share:
+        case (int(rank), int(world)) if 0 <= rank < world:
+            return rank, world
+    raise ValueError(f"share={share!r}: expected (rank, world) with 0 <= rank < world, such as (me.rank, me.world)")

@@ -30,7 +30,9 @@ from ..checkpoints.folders import StoredFiles
 from ..checkpoints.stored_tensors import WEIGHTS_PREFIX
 from ..launcher.end_report import Unrepairable
 from ..models.policy import weights
-from ..trajectories.types import Part, Trajectory
+from ..trajectories.batches import Part
+from ..trajectories.partition import micro_batches, partition
+from ..trajectories.types import Trajectory
 from .host_buffers import shard_of
 from .loss_function import Loss, LossTokens, checked, scalars
 from .losses import group_advantages, grpo, likelihood
@@ -41,6 +43,8 @@ Example = tuple[Sequence[int], Sequence[int]]
 
 _T = TypeVar("_T")
 
+_PADDING: Example = (0,), (0,)
+"""Example of a padding micro-batch; every vocabulary has the token 0."""
 _BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, such as the number of answer tokens of
@@ -74,9 +78,8 @@ class _MicroBatch(Struct, frozen=True):
     first: int
     """Length of the shortest prompt, before whose end no logits are needed."""
     indices: Sequence[int]
-    """Indices of the examples among the member's own examples."""
-    counts: bool
-    """False for a padding micro-batch, which only keeps the number of micro-batches equal in all members."""
+    """Indices of the examples among those of all members. It is empty for a padding micro-batch, which only keeps the
+    number of micro-batches equal in all members and has one example that is not trained."""
 
 
 class _Statistics(Struct):
@@ -301,15 +304,13 @@ class Learner:
         """
         settings, trajectories = self._settings, part.trajectories
         advantages = self._advantages(trajectories)
-        mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
-        for micro_batch in self._micro_batches([(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]):
-            chosen_indices = [mine[index] for index in micro_batch.indices]
-            examples = [trajectories[i] for i in chosen_indices]
+        pairs = [(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]
+        for micro_batch in self._micro_batches(pairs, part.index):
+            examples = [trajectories[index] for index in micro_batch.indices]
             mask = _trained_mask(micro_batch, examples)
-            old = _scatter(
-                [_unmasked(example.logprobs, example) for example in examples] if micro_batch.counts else [], mask
-            )
-            advantage = advantages[chosen_indices].to(self._gang.device)
+            old = _scatter([_unmasked(example.logprobs, example) for example in examples], mask)
+            advantage = advantages[micro_batch.indices] if examples else advantages.new_zeros(1)
+            advantage = advantage.to(self._gang.device)
             reference = None
             if settings.kl and self.reference is not None:
                 with torch.no_grad():
@@ -342,21 +343,19 @@ class Learner:
         places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
         return advantages[[places[trajectory.id] for trajectory in trajectories]]
 
-    def _micro_batches(self, pairs: Sequence[Example]) -> Iterator[_MicroBatch]:
-        """Yield this member's examples, ``micro_batch`` at a time.
+    def _micro_batches(self, pairs: Sequence[Example], first: int = 0) -> Iterator[_MicroBatch]:
+        """Yield this member's examples, ``micro_batch`` at a time; ``first`` as in :func:`.partition.partition`.
 
-        All members yield the same number of micro-batches. A member without further examples yields padding, whose
-        ``counts`` is False.
+        All members yield the same number of micro-batches.
         """
-        rank, world = self._gang.rank, self._gang.world
-        mine, largest_share = pairs[rank::world], len(pairs[::world])
-        size = self._settings.micro_batch or largest_share
-        for start in range(0, largest_share, size):
-            indices = range(len(mine))[start : start + size]
-            tokens, mask, first = _pad([mine[index] for index in indices] or pairs[:1])
+        shares = partition([len(prompt) + len(answer) for prompt, answer in pairs], self._gang.world, first)
+        size = self._settings.micro_batch or len(pairs)
+        for places in micro_batches([1] * len(pairs), shares, self._gang.rank, size):
+            indices = [shares[self._gang.rank][place] for place in places]
+            tokens, mask, start = _pad([pairs[index] for index in indices] or [_PADDING])
             mask = mask & bool(indices)
             tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
-            yield _MicroBatch(tokens, mask, first, indices or range(1), bool(indices))
+            yield _MicroBatch(tokens, mask, start, indices)
 
     def _likelihood(self, model: nn.Module, micro_batch: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         logits = _logits(model, micro_batch.tokens, micro_batch.first)

@@ -1,4 +1,4 @@
-"""The process group of one trainer incarnation, and the distribution of each part of a batch to its ranks.
+"""The process group of one trainer incarnation, and the parts of batches that its ranks receive together.
 
 Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
 manager. The other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
@@ -8,10 +8,8 @@ store, and read and change the data that ranks exchange. Keys differ between inc
 incarnations cannot form a group by mistake. All groups are created at the start, because no group can be created once
 rank 0's store is gone (docs/sources.md, torch).
 
-Rank 0 requests a part from the trajectory store once and sends each rank its share
-(:func:`rrl.roles.trajectories.batches.shard_for`). A share has the tokens of the rank's own trajectories, and the
-values of all other trajectories that the whole step needs. It is sent in the store's packed form, 8 bytes per token.
-Rank 0 sends to one rank at a time, so that no process has more in memory than the part and one share.
+Each rank requests its share of a part from the trajectory store (:mod:`rrl.roles.trajectories.partition`): the tokens
+of the rank's own trajectories, and the values of all other trajectories that the whole step needs.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,13 +35,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import rrl
 
-from ...core.types import Incarnation, member_id
+from ...core.phases import WAIT_DATA
+from ...core.types import STORE, Incarnation, member_id
 from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
-from ..trajectories.batches import decode, shard_for
-from ..trajectories.types import PackedPart, Part
+from ..trajectories.batches import Part
 from ..worker.connection import Stopping
 from . import exchange
 
@@ -300,56 +297,16 @@ def _exit_after(timeout_s: float, message: str) -> Iterator[None]:
         timer.cancel()
 
 
-_RANK0 = 0
-_decoder = msgspec.msgpack.Decoder(PackedPart)
-
-
 def parts(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Part]:
     """Yield in each member its share of every part that ``me.parts()`` yields. All members must call this function.
 
     The iteration ends at the same part in all members once any member has received a stop request, although the request
-    may reach other members later.
+    may reach other members later. A member that has its share waits for the store, which the others still wait for.
     """
-    if gang.world == 1:
-        yield from me.parts(after=after)
-        return
-    number, index = after + 1, 0
-    while number <= me.job.steps:
-        part = _next_part(me, gang, number, index)
-        if part is None:
-            return
+    received = me.parts(after, (gang.rank, gang.world), "sequence")
+    while True:
+        part = next(received, None)
+        with me.phase(WAIT_DATA, waits_for=STORE) if gang.world > 1 else nullcontext():
+            if not gang.all(part is not None) or part is None:
+                return
         yield part
-        me.progress(1)
-        number, index = (number + 1, 0) if part.last else (number, index + 1)
-
-
-def _next_part(me: rrl.Worker, gang: Gang, number: int, index: int) -> Part | None:
-    """Return this member's share of a part of step ``number``, or None if a stop of any member was requested.
-
-    Rank 0 fetches the part from the store without a timeout; the other ranks wait for rank 0.
-    """
-    first = gang.rank == _RANK0
-    whole = me.packed_part(number, index) if first else None
-    with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.incarnation.gang.replica):
-        if not gang.all(whole is not None if first else not me.stopping.is_set()):
-            return None
-        return decode(_receive_shard(gang) if whole is None else _send_shards(gang, whole))
-
-
-def _send_shards(gang: Gang, whole: PackedPart) -> PackedPart:
-    """Send each other rank its share, and return this rank's share."""
-    for rank in range(gang.world):
-        if rank != _RANK0:
-            data = bytearray()
-            msgspec.msgpack.Encoder().encode_into(shard_for(whole, rank, gang.world), data)
-            dist.send(torch.tensor([len(data)]), dst=rank, group=gang.control_group)
-            dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=rank, group=gang.control_group)
-    return shard_for(whole, _RANK0, gang.world)
-
-
-def _receive_shard(gang: Gang) -> PackedPart:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, src=_RANK0, group=gang.control_group)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, src=_RANK0, group=gang.control_group)
-    return _decoder.decode(data.numpy().data)

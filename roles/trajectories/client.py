@@ -52,6 +52,10 @@ class FencedAttempt(Refused):
     """The attempt at an episode is over, and the code that makes the attempt must end."""
 
 
+class WrongArgument(Refused, ValueError):
+    """The program has passed a wrong argument."""
+
+
 class NoAnswer(Refused):
     """An episode cannot be finished, because its agent has no complete answer of the model."""
 
@@ -225,6 +229,10 @@ class TrajectoryClient:
         return answer
 
     def _raise(self, denied: Denied) -> NoReturn:
-        attempts = FencedAttempt if denied.fenced_attempt else NoAnswer if denied.no_answer else Refused
-        kind = Fenced if denied.fenced else attempts
-        raise kind(denied.why)
+        kinds = {
+            Fenced: denied.fenced,
+            FencedAttempt: denied.fenced_attempt,
+            NoAnswer: denied.no_answer,
+            WrongArgument: denied.wrong_argument,
+        }
+        raise next((kind for kind, applies in kinds.items() if applies), Refused)(denied.why)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from .episodes.requests import Follow, LeasedEpisodes, LeaseEpisodes, OpenEpisod
 from .episodes.requests import StoreAnswer as Answer
 from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
+from .partition import cut
 from .prompts import first_item_with_prompt, prompt_encoder
 from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
@@ -48,9 +50,11 @@ from .types import (
     LeaseScoring,
     LeaseWork,
     NotReady,
+    PartBound,
     PostScores,
     Prompt,
     Scoring,
+    Share,
 )
 from .versions import Followers, report_and_read
 
@@ -75,8 +79,8 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
             return store.lease_scoring(incarnation, at_most, holding)
         case PostScores(incarnation, scores, failed, faulty):
             return store.post_scores(incarnation, scores, failed, faulty)
-        case GetPart(incarnation, number, index):
-            return store.part(incarnation, number, index)
+        case GetPart(incarnation, number, index, _, share):
+            return store.part(incarnation, number, index, share)
         case Commit(incarnation, number, manifest, digest, metrics, earlier):
             return store.commit(incarnation, number, manifest, digest, metrics, earlier)
         case GetMetrics(incarnation, after):
@@ -253,9 +257,9 @@ class Server:
                 waiting.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
-        encoded: dict[tuple[int, int | None], msgspec.Raw | Denied] = {}
+        parts = _Parts(self._store)
         for parked in _once(sorted(waiting, key=_precedence)):
-            reply = self._answer(parked, encoded, now)
+            reply = self._answer(parked, parts, now)
             if now < parked.until and reply in _EMPTY:
                 self._parked.append(parked)
             else:
@@ -273,18 +277,12 @@ class Server:
         if warning := self._store.warning():
             _log.warning("%s", warning)
 
-    def _answer(
-        self, parked: _Parked, encoded: dict[tuple[int, int | None], msgspec.Raw | Denied], now: float
-    ) -> Answer | msgspec.Raw:
-        """Return the answer to a request.
-
-        Each member of a gang requests the batch or part, so it is built and encoded only once per round.
-        """
+    def _answer(self, parked: _Parked, parts: _Parts, now: float) -> Answer | msgspec.Raw:
         request: Request = parked.incoming.message
         if not isinstance(request, GetPart):
             return answer(self._store, request, now, parked.until)
         wanted = request.number, request.index
-        rejection = self._store.bind(request.incarnation, *wanted)
+        rejection = self._store.bind(request.incarnation, *wanted, request.share)
         if not isinstance(rejection, Denied):
             self._data_requested_at = now
         if rejection is not None:
@@ -294,9 +292,7 @@ class Server:
             return rejection
         if self._unbound is not None and request.number >= self._unbound[0]:
             self._unbound = None
-        if wanted not in encoded:
-            encoded[wanted] = _encoded(answer(self._store, request), whole=request.index is None)
-        return encoded[wanted]
+        return parts.encoded(*wanted, request.share)
 
     def _note_wait(self, now: float) -> None:
         """Pass to ``note``, at intervals, a text that says what the trainer waits for, or "" when the wait is over."""
@@ -351,17 +347,24 @@ def _once(waiting: Iterable[_Parked]) -> Iterator[_Parked]:
         yield parked
 
 
-def _encoded(bound: Answer, *, whole: bool) -> msgspec.Raw | Denied:
-    """Encode a part or a ``whole`` batch, or deny it if it does not fit into one message."""
-    data = msgspec.msgpack.encode(bound)
-    if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
-        return msgspec.Raw(data)
-    name, remedy = ("batch", "lower prompts_per_step,") if whole else ("part", "lower")
-    return Denied(
-        f"the {name} has {len(data) >> 20} MiB, but a message has at most"
-        f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
-        f"{', or train in parts (stream = true)' if whole else ''}"
-    )
+class _Parts:
+    """The parts of one round: many ranks request a part, or a share of it, so each is built and encoded only once."""
+
+    def __init__(self, store: Store) -> None:
+        self._whole = cache(store.bound)
+        self.encoded = cache(self._encode)
+
+    def _encode(self, number: int, index: int | None, share: Share | None) -> msgspec.Raw | Denied:
+        """Encode a share of a bound part, or deny it if it does not fit into one message."""
+        data = msgspec.msgpack.encode(PartBound(cut(self._whole(number, index), share)))
+        if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
+            return msgspec.Raw(data)
+        name, remedy = ("batch", "lower prompts_per_step,") if index is None else ("part", "lower")
+        return Denied(
+            f"the {name} has {len(data) >> 20} MiB, but a message has at most"
+            f" {CONTROL_BOUNDS.max_frame_bytes >> 20} MiB; {remedy} group_size or max_new_tokens in [sampling]"
+            f"{', or train in parts (stream = true)' if index is None else ''}"
+        )
 
 
 def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:

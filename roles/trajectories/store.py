@@ -20,22 +20,26 @@ from .durable.log import DurableState
 from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue
+from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
 from .steps.staleness import StalenessLimit
 from .types import (
+    By,
     CommittedState,
     Denied,
     Done,
     Leased,
     NewestVersion,
     NotReady,
+    PackedPart,
     PartBound,
     Prompt,
     Score,
     Scoring,
     Segment,
+    Share,
     StoredMetrics,
     TrainedStep,
 )
@@ -105,6 +109,8 @@ class Store:
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
+        self._division: tuple[int, int, By] = -1, 0, "group"
+        """The newest incarnation of the trainer that has requested shares, and their ``world`` and ``by``."""
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens, retained_commits)
@@ -443,17 +449,29 @@ class Store:
         """Return stored metrics of the committed steps after ``after``, as many as fit into one answer."""
         return self._check_trainer(incarnation) or self._bindings.metrics(after)
 
-    def part(self, incarnation: Incarnation, number: int, index: int | None = None) -> PartBound | NotReady | Denied:
-        """Return part ``index`` of step ``number``, or its whole batch; each member of a gang may request it."""
-        return self.bind(incarnation, number, index) or PartBound(self._state.part(number, index))
+    def part(
+        self, incarnation: Incarnation, number: int, index: int | None = None, share: Share | None = None
+    ) -> PartBound | NotReady | Denied:
+        """Return part ``index`` of step ``number``, or its whole batch; each member of a gang may request it.
 
-    def bind(self, incarnation: Incarnation, number: int, index: int | None = None) -> NotReady | Denied | None:
+        The part has the tokens of ``share`` only, or all tokens if ``share`` is None.
+        """
+        return self.bind(incarnation, number, index, share) or PartBound(cut(self.bound(number, index), share))
+
+    def bound(self, number: int, index: int | None) -> PackedPart:
+        """Return a part that is bound, or all parts of a bound step if ``index`` is None."""
+        return self._state.part(number, index)
+
+    def bind(
+        self, incarnation: Incarnation, number: int, index: int | None = None, share: Share | None = None
+    ) -> NotReady | Denied | None:
         """Bind to step ``number`` all groups that it lacks or, if ``index`` is given, the groups of its next part.
 
-        Returns None if the step, or the part, is bound now or was already. Returns Denied if the trainer is fenced or
-        the request is out of order, and NotReady while too few groups can be bound (:mod:`.steps.bindings`).
+        Returns None if the step, or the part, is bound now or was already. Returns Denied if the trainer is fenced, the
+        request is out of order, or ``share`` is of another division than that of the incarnation's other ranks. Returns
+        NotReady while too few groups can be bound (:mod:`.steps.bindings`).
         """
-        if rejection := self._check_trainer(incarnation):
+        if rejection := self._check_trainer(incarnation) or self._check_division(incarnation, share):
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
@@ -461,6 +479,21 @@ class Store:
         if self._state.latest != latest and not self._staleness.wait_for_late:
             self._drop_untrainable()
         return answer
+
+    def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
+        """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""
+        if share is None:
+            return None
+        before, division = self._division, (incarnation.number, share.world, share.by)
+        if before[0] != incarnation.number:
+            self._division = before = division
+        if before == division:
+            return None
+        return Denied(
+            f"{incarnation} asks for a share of {share.world} by {share.by}, but another rank has asked for a share of"
+            f" {before[1]} by {before[2]}: all ranks must pass the same world and the same by",
+            wrong_argument=True,
+        )
 
     def wait_reason(self, number: int, index: int | None = None) -> str | None:
         """Return a text for people that says why batch ``number``, or a part of it, cannot be bound yet.

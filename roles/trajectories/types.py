@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from msgspec import Struct
 
@@ -128,8 +128,8 @@ class Trajectory(Struct, frozen=True):
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedPart`.
 
-    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a gang ``tokens``, ``logprobs``
-    and ``prompt`` are empty if another member trains on the trajectory.
+    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a share ``tokens``, ``logprobs``
+    and ``prompt`` are empty if the trajectory is in the share of another rank.
     """
 
     id: int
@@ -140,6 +140,8 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens that were sampled under one version, as (token count, training step, incarnation number)."""
     reward: float
     training: float
+    prompt_length: int
+    """Number of tokens of the prompt."""
     prompt: bytes = b""
     """The prompt of a sample of an episode, as int32: the tokens before its first trained token. Empty for all other
     trajectories."""
@@ -162,34 +164,24 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
         return tuple(runs)
 
 
-class Part(Struct, frozen=True):
-    """Some or all of the complete groups that are bound to training step ``number``; its parts are numbered from 0.
-
-    A part never changes. ``digest`` identifies its content and all parts before it.
-    """
-
-    number: int
-    groups: tuple[int, ...]
-    digest: str
-    """Digest of this part and all parts before it. A commit of the step names the digest of the last part."""
-    trajectories: tuple[Trajectory, ...]
-    index: int = 0
-    last: bool = True
-    """True for the part that completes the step."""
-    stale: int = 0
-    """Number of groups that the run had dropped as too old before this part was bound."""
-    max_age: int = 0
-    """Age, in training steps, of the oldest token of this part and of all groups that the run bound before it."""
-    unscored: int = 0
-    """Number of groups that the run had dropped before this part was bound, because an answer could not be scored."""
+By = Literal["group", "sequence"]
+"""What a share of a part has: whole groups, or any sequences."""
 
 
-Batch = Part
-"""A whole batch is the only part of its step."""
+class Share(Struct, frozen=True, array_like=True):
+    """The share of the rank ``rank`` of ``world`` ranks that divide each part (:func:`.partition.shares_of`)."""
+
+    rank: int
+    world: int
+    by: By = "group"
 
 
 class PackedPart(Struct, frozen=True, array_like=True):
-    """A :class:`Part` in a message. ``prompts`` has the prompt of each of ``groups``, as int32."""
+    """A :class:`.batches.Part`, or a share of it, in a message.
+
+    ``prompts`` has the prompt of each of ``groups``, as int32. In a share, the prompt is empty if all trajectories of
+    the group are in the shares of other ranks.
+    """
 
     number: int
     groups: tuple[int, ...]
@@ -276,6 +268,8 @@ class Denied(Struct, frozen=True, tag=True):
     was finished or dropped. The code that makes the attempt must end."""
     no_answer: bool = False
     """True if an episode cannot be finished, because its agent has no complete answer of the model."""
+    wrong_argument: bool = False
+    """True if the program that sent the request has passed a wrong argument."""
 
 
 class CommittedState(Struct, frozen=True, tag=True):
@@ -379,12 +373,14 @@ class GetPart(Request[PartBound | None], frozen=True, tag=True):
 
     Answered with :class:`PartBound` if it is bound, or enough groups are complete to bind it as the next one; with
     :class:`NotReady` after ``wait`` seconds; or with :class:`Denied`. If the step has some parts already, its whole
-    batch begins with their groups.
+    batch begins with their groups. With ``share``, the part has the tokens of this share only, and all other values of
+    all trajectories. All ranks of an incarnation must divide the parts in the same way.
     """
 
     number: int
     index: int | None = None
     wait: float = 5.0
+    share: Share | None = None
 
 
 class TrainedStep(Struct, frozen=True, array_like=True):

@@ -16,13 +16,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_launch, read_run_spec
 from ...core.log_lines import start_logging
 from ...core.phases import BETWEEN, STOPPING
 from ...core.run_dir import OwnPath, RunDir
 from ...core.run_spec import RunSpec
+from ...core.shares import checked_share
 from ...core.text import exit_invalid_config
 from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
@@ -32,8 +33,8 @@ from ..checkpoints.folders import Digest, as_paths, exact_folder, fresh_folder, 
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
-from ..trajectories.batches import decode
-from ..trajectories.types import A, Batch, GetCommitted, Item, Kind, LeaseScoring, P, PackedPart, Part, Segment
+from ..trajectories.batches import Batch, Part
+from ..trajectories.types import A, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
 from .connection import ManagerConnection, Stopping
 from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
@@ -286,22 +287,26 @@ class Worker:
     def _verified(self, manifest: dict[str, Any], share: tuple[int, int] | None) -> dict[str, Path]:
         return verified(self.run_dir.path, manifest, None if share is None else share_of(manifest["files"], share))
 
-    def batches(self, after: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self, after: int | None = None, share: tuple[int, int] | None = None, by: By = "group"
+    ) -> Iterator[Batch]:
         """Yield the batches of the steps after ``after``; ``batch.number`` is the step.
 
         After a restart, steps that were not committed get the same batches again. The iteration ends after the job's
         last step or when a stop is requested.
-        """
-        for number in range((after or 0) + 1, self.job.steps + 1):
-            packed = self._data.part(number, None)
-            if packed is None:
-                return
-            batch = decode(packed)
-            del packed
-            yield batch
-            self.progress(1)
 
-    def parts(self, after: int | None = None) -> Iterator[Part]:
+        Args:
+            after: the step before the first one.
+            share: (rank, world), such as ``(me.rank, me.world)``: receive only the tokens of this share, and all other
+                values of all trajectories. All ranks must pass the same world, but several may pass the same rank.
+            by: what the ranks divide: whole groups, or sequences.
+
+        Raises:
+            ValueError: ``share`` or ``by`` is wrong, or another rank has passed another world or ``by``.
+        """
+        return self._parts(after, _checked(share, by), in_parts=False)
+
+    def parts(self, after: int | None = None, share: tuple[int, int] | None = None, by: By = "group") -> Iterator[Part]:
         """Yield the batch of each step after step ``after`` in parts: training begins before the batch is complete.
 
         With ``[sampling] stream = true``, a part has the groups that are complete when it is requested; otherwise each
@@ -309,24 +314,23 @@ class Worker:
         ``part.last`` is True for the part that completes the step, which must then be committed (:meth:`commit`). Sums
         over the parts of a step are sums over its batch. After a restart, steps that were not committed get the same
         parts again, from part 0. The iteration ends after the job's last step or when a stop is requested.
+
+        The arguments are those of :meth:`batches`. A part may have fewer groups than there are ranks; then some ranks
+        get no tokens, unless ``by`` is ``"sequence"``.
         """
+        return self._parts(after, _checked(share, by), in_parts=True)
+
+    def _parts(self, after: int | None, share: Share | None, *, in_parts: bool) -> Iterator[Part]:
         number, index = (after or 0) + 1, 0
         while number <= self.job.steps:
-            packed = self.packed_part(number, index)
-            if packed is None:
+            part = self._data.part(number, index if in_parts else None, share)
+            if part is None:
                 return
-            part = decode(packed)
-            del packed
+            last = part.last
             yield part
+            del part  # before the next one is received
             self.progress(1)
-            number, index = (number + 1, 0) if part.last else (number, index + 1)
-
-    def packed_part(self, number: int, index: int) -> PackedPart | None:
-        """Return one part of a step in encoded form (8 bytes per token), for a caller that forwards the part.
-
-        Returns None when a stop is requested.
-        """
-        return self._data.part(number, index)
+            number, index = (number + 1, 0) if last else (number, index + 1)
 
     def checkpoint_dir(self, number: int) -> Path:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
@@ -546,6 +550,12 @@ def _bypass_proxies(host: str) -> None:
     given = [each.strip() for name in _NO_PROXY for each in os.environ.get(name, "").split(",")]
     value = "*" if "*" in given else ",".join(dict.fromkeys([*filter(None, given), host]))
     os.environ.update(dict.fromkeys(_NO_PROXY, value))
+
+
+def _checked(share: tuple[int, int] | None, by: By) -> Share | None:
+    if by not in get_args(By):
+        raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, get_args(By)))}")
+    return None if share is None else Share(*checked_share(share), by)
 
 
 def publish_version(

@@ -1,4 +1,4 @@
-"""The data that a trainer receives from the store: parts or whole batches of steps, in encoded form."""
+"""The data that a trainer receives from the store: parts or whole batches of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 
 from ...core.run_spec import RunSpec, SamplingSpec
 from ...core.types import is_trainer
-from ..trajectories.types import GetCommitted, GetPart, PackedPart
+from ..trajectories.batches import Part, decode
+from ..trajectories.types import GetCommitted, GetPart, Share
 from .connection import ManagerConnection, Stopping
 from .uncommitted_steps import UncommittedSteps
 
@@ -33,24 +34,26 @@ class StepData:
     ) -> None:
         self._connection, self._stream, self._wait_data = connection, sampling.stream, wait_data
         self.uncommitted = UncommittedSteps(sampling.staleness)
-        """The uncommitted steps whose data were returned."""
+        """The uncommitted steps whose data were returned; none in a member that cannot commit."""
 
-    def part(self, number: int, index: int | None) -> PackedPart | None:
-        """Return one part of a step, or None when a stop is requested.
+    def part(self, number: int, index: int | None, share: Share | None) -> Part | None:
+        """Return one part of a step, with the tokens of ``share`` only, or None when a stop is requested.
 
-        If ``index`` is None or ``[sampling] stream`` is false, the whole batch of the step is one part.
+        If ``index`` is None or ``[sampling] stream`` is false, the whole batch of the step is one part. If ``share`` is
+        None, all tokens are returned.
         """
         index = index if self._stream else None
         with self._wait_data():
             while not self._connection.stopping.is_set():
-                request = self._connection.store.ask(GetPart, number, index, _WAIT_S)
+                request = self._connection.store.ask(GetPart, number, index, _WAIT_S, share)
                 try:
                     bound = self._connection.call_store(request)
                 except Stopping:  # no exception, because the caller may still have to commit finished steps
                     return None
                 if bound is not None:
-                    self.uncommitted.add(bound.part)
-                    return bound.part
+                    if (me := self._connection.launch.incarnation) == me.gang:  # only this member commits
+                        self.uncommitted.add(bound.part)
+                    return decode(bound.part, share)
         return None
 
     def evaluated_at_end(self, job: RunSpec) -> bool:

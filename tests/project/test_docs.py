@@ -19,7 +19,7 @@ from rrl import Run, Worker
 from rrl.cli.commands import app
 from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
-from rrl.roles.trajectories.types import Batch, Part
+from rrl.roles.trajectories.batches import Batch, Part
 from rrl.roles.worker.work_items import NewWeights, WorkLease
 from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.runs import LIGHT, TestRun, check_sound, light_job, submit_here

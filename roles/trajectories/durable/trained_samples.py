@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
-from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length
+from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
 from .records import PackedSegment, encode
 
 _TOKEN_BYTES = 8
@@ -44,6 +44,7 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
             ),
             reward=track.score.reward,
             training=track.score.training,
+            prompt_length=prompt_length(track),
         )
     ]
 
@@ -115,6 +116,7 @@ def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
         runs=tuple((run.length, *run.version) for run in rest),
         reward=track.score.reward,
         training=track.score.training,
+        prompt_length=sum(run.length for run in prompt),
         prompt=b"".join(run.tokens for run in prompt),
         masked=tuple(masked),
     )

@@ -20,7 +20,8 @@ from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import Batch, Item, Part, Segment, Trajectory
+from rrl.roles.trajectories.batches import Batch, Part
+from rrl.roles.trajectories.types import Item, Segment, Trajectory
 
 torch.set_num_threads(1)  # the tests share their cores, and a model of this size is not faster on two cores
 SMALL = ModelSpec(

@@ -18,14 +18,14 @@ import torch
 
 from rrl.core.launch import LAUNCH_ENV, read_launch
 from rrl.roles.snapshots.format import SnapshotError
-from rrl.roles.trainer import checkpoint, main, process_group
+from rrl.roles.trainer import checkpoint, main
 from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Written
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
-from rrl.roles.trajectories.types import Part
+from rrl.roles.trajectories.batches import Part
 from rrl.roles.worker.api import Worker
+from rrl.roles.worker.step_data import StepData
 
 PUBLISHED = "published"
 """Folder in the run directory. If it exists, the trainer also writes each published version into this folder."""
@@ -124,20 +124,18 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 
 def _while_the_batch_is_shared(step: int) -> None:
-    """Die while the batch is shared.
+    """Die while the members receive their shares: the first member after it has received its share, another before."""
+    receive = StepData.part
 
-    The first member dies after it has received the batch, before it sends a share. Another member dies before it
-    receives its share.
-    """
-    next_, now = process_group._next_part, [0]
+    def wrapped(data: StepData, number: int, *words: Any) -> Part | None:
+        if number == step and data._connection.rank:
+            _die()
+        received = receive(data, number, *words)
+        if number == step:
+            _die()
+        return received
 
-    def noted(me: Worker, gang: Gang, number: int, index: int) -> Part | None:
-        now[0] = number
-        return next_(me, gang, number, index)
-
-    process_group._next_part = noted
-    for name in ("_send_shards", "_receive_shard"):
-        _before(process_group, name, lambda *_: now[0] == step)
+    StepData.part = wrapped  # type: ignore
 
 
 def _in_the_step(step: int) -> None:

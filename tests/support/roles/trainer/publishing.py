@@ -31,7 +31,7 @@ from rrl.roles.trainer.host_buffers import HostBuffers, Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
-from rrl.roles.trajectories.types import Batch
+from rrl.roles.trajectories.batches import Batch
 from rrl.roles.worker import api
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trainer import harness

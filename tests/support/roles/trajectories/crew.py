@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rrl.core.types import Incarnation, ReplicaId, Version
-from rrl.roles.trajectories.batches import decode
+from rrl.roles.trajectories.batches import Batch, decode
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
-    Batch,
     Done,
     Item,
     Leased,

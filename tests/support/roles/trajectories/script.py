@@ -9,12 +9,12 @@ from typing import Any
 from msgspec import Struct
 
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.batches import Batch
 from rrl.roles.trajectories.episodes.requests import StoreAnswer as Answer
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Append,
-    Batch,
     Commit,
     CommittedState,
     Denied,

@@ -107,8 +107,8 @@ async def lease_scoring(client: TrajectoryClient, *arguments: Any) -> tuple[ToSc
     return leased.items if leased is not None else ()
 
 
-async def batch_of(client: TrajectoryClient, number: int, *wait: float) -> PackedPart | None:
-    bound = await client.ask(GetPart, number, None, *wait)
+async def batch_of(client: TrajectoryClient, number: int, wait: float = 5.0) -> PackedPart | None:
+    bound = await client.ask(GetPart, number, None, wait)
     return bound.part if bound is not None else None
 
 

@@ -13,7 +13,8 @@ from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.foreign_sampling import next_token
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import Batch, Item, PathDigest, Segment
+from rrl.roles.trajectories.batches import Batch
+from rrl.roles.trajectories.types import Item, PathDigest, Segment
 from rrl.roles.trajectories.types import Sampling as Overrides
 from rrl.tests.support.roles.trainer import harness
 

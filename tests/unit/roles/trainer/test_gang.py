@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rrl.core.types import Incarnation, NodeName, Version
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Version, member_id
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Denied, NotReady
+from rrl.roles.trajectories.types import Denied, NotReady, Share
 from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from, undisturbed
 from rrl.tests.support.roles.trainer.mortal import MOMENTS, PUBLISHING, SEALED, SHARED
 from rrl.tests.support.roles.trainer.stage import GANG, Stage
@@ -62,17 +63,15 @@ def test_gang_that_diverges_keeps_the_last_good_step_and_every_member_says_what_
     asyncio.run(story())
 
 
-def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
+def test_each_member_requests_its_share_of_the_batch(
     tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Incarnation, int]] = []
+    asked: set[tuple[ReplicaId, int, Share | None]] = set()
     bind = Store.bind
 
-    def counted(
-        store: Store, incarnation: Incarnation, number: int, index: int | None = None
-    ) -> NotReady | Denied | None:
-        asked.append((incarnation, number))
-        return bind(store, incarnation, number, index)
+    def counted(store: Store, incarnation: Incarnation, number: int, *words: Any) -> NotReady | Denied | None:
+        asked.add((incarnation.replica, number, words[-1]))
+        return bind(store, incarnation, number, *words)
 
     monkeypatch.setattr(Store, "bind", counted)
 
@@ -81,7 +80,9 @@ def test_only_rank_0_requests_the_batch_and_each_member_gets_its_share(
         asked.clear()
         # the second member has no examples for its last micro-batch
         two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)
-        assert {incarnation.replica for incarnation, _ in asked} == {GANG}
+        assert asked == {
+            (member_id(GANG, rank), step, Share(rank, 2, "sequence")) for rank in range(2) for step in (1, 2)
+        }
         assert one.distance(two) < 1e-5
 
     asyncio.run(story())

@@ -13,7 +13,7 @@ from rrl.roles.models.tasks import TaskError
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.loss_function import Loss, LossSum, LossTokens, load_loss
 from rrl.roles.trainer.losses import grpo
-from rrl.roles.trajectories.types import Batch
+from rrl.roles.trajectories.batches import Batch
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch

@@ -36,7 +36,8 @@ from rrl.roles.trainer.async_saver import AsyncSaver, SnapshotMeta
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trainer.restore import Commit, RestorePoint
-from rrl.roles.trajectories.types import Batch, Item, Part, Segment, TrainedStep
+from rrl.roles.trajectories.batches import Batch, Part
+from rrl.roles.trajectories.types import Item, Segment, TrainedStep
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
@@ -133,7 +134,7 @@ class _Worker:
     def committed_manifest(self) -> dict[str, Any] | None:
         return self.commits[max(self.commits)] if self.commits else None
 
-    def parts(self, after: int | None = None) -> Iterator[Part]:
+    def parts(self, after: int | None = None, *share: object) -> Iterator[Part]:
         for part in self.queue:
             if part.number > (after or 0):
                 if part.last:

@@ -20,7 +20,8 @@ from rrl.core.types import Version
 from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
-from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.roles.trajectories.batches import Batch
+from rrl.roles.trajectories.types import Trajectory
 from rrl.roles.worker.connection import Stopping
 from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
 from rrl.tests.support.roles.trainer import publishing

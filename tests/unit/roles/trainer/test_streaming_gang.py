@@ -12,7 +12,7 @@ import pytest
 
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Denied, NotReady
+from rrl.roles.trajectories.types import Denied, NotReady, Share
 from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer.gang_runs import End, dies, end_of, goes_on_from, undisturbed
 from rrl.tests.support.roles.trainer.mortal import AFTER_A_PART, MOMENTS, SEALED, SHARED
@@ -28,10 +28,10 @@ def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batc
     bind = Store.bind
 
     def counted(
-        store: Store, incarnation: Incarnation, number: int, index: int | None = None
+        store: Store, incarnation: Incarnation, number: int, index: int | None = None, share: Share | None = None
     ) -> NotReady | Denied | None:
         asked.append((incarnation, number, index))
-        return bind(store, incarnation, number, index)
+        return bind(store, incarnation, number, index, share)
 
     monkeypatch.setattr(Store, "bind", counted)
 
@@ -39,7 +39,7 @@ def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batc
         whole = await undisturbed(tmp_path / "whole", processes, 1, 3)
         asked.clear()
         parts = await undisturbed(tmp_path / "parts", processes, 2, 3, stream=True, micro_batch=2)
-        assert {incarnation.replica for incarnation, *_ in asked} == {GANG}
+        assert {incarnation.gang.replica for incarnation, *_ in asked} == {GANG}
         assert sorted({(number, index) for _, number, index in asked}) == [
             (number, index) for number in (1, 2, 3) for index in (0, 1, 2)
         ]

@@ -14,7 +14,7 @@ _ids = count()
 def _trajectory(reward: float, *runs: tuple[int, int]) -> PackedTrajectory:
     """Return a trajectory. ``runs`` are pairs of a number of tokens and the step of the weights that sampled them."""
     lengths = tuple((length, step, 1) for length, step in runs)
-    return PackedTrajectory(next(_ids), 0, b"", b"", lengths, reward, training=reward + 1)
+    return PackedTrajectory(next(_ids), 0, b"", b"", lengths, reward, reward + 1, 0)
 
 
 FIRST = PackedPart(9, (4,), "first", (b"",), (_trajectory(1.0, (3, 8)), _trajectory(0.0, (2, 8))), 0, False, 0, 2)

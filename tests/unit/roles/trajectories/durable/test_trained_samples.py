@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.roles.trajectories.batches import decode, shard_for
+from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.durable.trained_samples import message_bytes
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
+from rrl.roles.trajectories.partition import cut
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import NOT_SAMPLED, Done, PartBound, Trajectory
+from rrl.roles.trajectories.types import NOT_SAMPLED, Done, PartBound, Share, Trajectory
 from rrl.tests.support.roles.trajectories.agents import ask, episodes, finish, open_agents_store, sample, turn
 from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, ROLLOUT, TRAINER, bind, commit, lease, segment
 
@@ -133,7 +134,7 @@ def test_shard_of_a_gang_member_has_lengths_and_masks_of_all_and_its_own_tokens(
     bound = store.part(TRAINER, 1)
     assert isinstance(bound, PartBound)
     whole = decode(bound.part).trajectories
-    mine = decode(shard_for(bound.part, 1, 3)).trajectories
+    mine = decode(cut(bound.part, Share(0, 2))).trajectories
     for place in (0, 1):
         assert mine[place] == whole[place]
     for place in (2, 3):
@@ -141,6 +142,7 @@ def test_shard_of_a_gang_member_has_lengths_and_masks_of_all_and_its_own_tokens(
         assert tuple(mine[place].versions) == whole[place].versions
         with pytest.raises(LookupError):
             mine[place].tokens[0]
+        assert len(mine[place].prompt) == len(whole[place].prompt) == 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -311,7 +311,7 @@ def test_batch_request_for_an_open_step_waits_for_the_rest_as_its_last_part(stor
     assert batch.groups == (1, 0, 2, 3) == first.groups + last.groups
     assert last.last
     assert batch.digest == last.digest
-    assert batch.trajectories == decode(first).trajectories + decode(last).trajectories
+    assert batch.trajectories == (*decode(first).trajectories, *decode(last).trajectories)
     assert store.audit().parts == {1: ((1,), (0, 2, 3))}
 
 

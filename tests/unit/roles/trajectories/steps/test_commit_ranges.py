@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.roles.trajectories.batches import Batch
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Batch, CommittedState, Denied, Done, NotReady, StoredMetrics, TrainedStep
+from rrl.roles.trajectories.types import CommittedState, Denied, Done, NotReady, StoredMetrics, TrainedStep
 from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
     GROUP,
