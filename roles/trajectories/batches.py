@@ -80,6 +80,7 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
         reward=packed.reward,
         training=packed.training,
         masked=packed.masked,
+        extras={name: data for name, _, data in packed.extras},
     )
 
 
@@ -91,7 +92,9 @@ def shard_for(part: PackedPart, rank: int, world: int) -> PackedPart:
     """
     included = {0, *range(rank, len(part.trajectories), world)}
     trajectories = tuple(
-        packed if index in included else msgspec.structs.replace(packed, tokens=b"", logprobs=b"", prompt=b"")
+        packed
+        if index in included
+        else msgspec.structs.replace(packed, tokens=b"", logprobs=b"", prompt=b"", extras=())
         for index, packed in enumerate(part.trajectories)
     )
     return msgspec.structs.replace(part, trajectories=trajectories)
