@@ -23,10 +23,12 @@ from .preflight.job_preflight import CheckedJob, checked
 from .runs import check_manageable, read_state
 from .watching.manager_liveness import manager_gone
 
-FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task")
+FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task", "sampling.extras")
 """Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
 """Keys of the tables in ``FIXED_KEYS`` that a resume can change nevertheless."""
+KEYS_WITH_NAMES = ("sampling.extras",)
+"""Tables in ``FIXED_KEYS`` whose keys are names that the user chose, so that an additional key is a change."""
 LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
 """Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""
 
@@ -205,6 +207,6 @@ def _is_unchanged(before: Any, after: Any, key_path: str) -> bool:
     """
     if key_path in CHANGEABLE_KEYS:
         return True
-    if isinstance(before, dict) and isinstance(after, dict):
+    if isinstance(before, dict) and isinstance(after, dict) and key_path not in KEYS_WITH_NAMES:
         return all(_is_unchanged(value, after.get(key), f"{key_path}.{key}") for key, value in before.items())
     return bool(before == after)

@@ -51,6 +51,8 @@ class EngineRow(Struct, frozen=True):
     """How to install the package."""
     distributions: tuple[str, ...] = ()
     """Names of the distributions that contain the package."""
+    extras: tuple[str, ...] = ()
+    """Names of the extras (``[sampling.extras]``) that it makes."""
     unknown_arguments: Callable[[Collection[str]], list[tuple[str, str]]] = lambda _: []
     """Returns those of the arguments that the package of this machine lacks, each with a text about it."""
 

@@ -374,6 +374,20 @@ DEFAULT_STALENESS = 4
 """Default of :attr:`SamplingSpec.staleness`, in training steps: AReaL's default for code tasks."""
 
 
+MAX_SEGMENT_EXTRAS = 32 * 2**20
+"""Maximum bytes of the extras of a segment, and of all segments of a request to the store. A message to the store has
+at most 64 MiB (:data:`rrl.transport.control.sockets.STORE_BOUNDS`)."""
+
+
+class ExtraSpec(Struct, frozen=True):
+    """An extra of trajectories (:class:`rrl.config.job.schema.ExtraTable`): exactly one of the two has a value."""
+
+    per_token: int | None = None
+    """Bytes of each token."""
+    per_trajectory: int | None = None
+    """Maximum number of bytes of a trajectory."""
+
+
 class SamplingSpec(Struct, frozen=True):
     """How rollouts sample, and how many samples make a step (:class:`rrl.config.job.schema.SamplingTable`)."""
 
@@ -387,6 +401,9 @@ class SamplingSpec(Struct, frozen=True):
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
+    extras: dict[str, ExtraSpec] = {}
+    extras_limit: int = 2**30
+    """Maximum number of bytes of the extras of a step."""
 
 
 class EvalSpec(Struct, frozen=True):
@@ -562,6 +579,11 @@ class RunSpec(Struct, frozen=True):
     def node_group_of(self, role: str) -> NodeGroup:
         """Return the node group whose nodes this role uses."""
         return next(group for group in self.node_groups if role in group.roles)
+
+    @property
+    def steps_in_store(self) -> int:
+        """Return how many steps the store may hold the data of: unbound, uncommitted, and two committed ones."""
+        return self.sampling.ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
 
     @property
     def nodes(self) -> int:

@@ -21,11 +21,13 @@ from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.schema import Job
+from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
 from ...config.model_size import weight_count
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import RunSpec
 from ...core.types import UsageError
+from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...transport.weights.base import PACKAGES, installed_package
@@ -114,6 +116,7 @@ def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool,
         *_check_learning_rates(job, spec),
         *_doubts(document, task_file_problems(job), "; the nodes need it"),
         *_check_stream(job),
+        *_check_extras(job, spec),
         *_check_eval(job),
     ]
     if job.cluster.traits.roles_run_here and (problem := size_problem(job, spec, this_machine())):
@@ -355,6 +358,20 @@ def _check_stream(job: Job) -> list[str]:
         "sampling.stream = true: a trainer of your own (roles.trainer.command) waits for whole batches unless it"
         " calls me.parts() (docs/bring-your-own.md)"
     ]
+
+
+def _check_extras(job: Job, spec: RunSpec) -> list[str]:
+    """Return a warning if nobody reads the extras, or if they do not fit into the memory of the store."""
+    doubts = []
+    if job.sampling.extras and job.roles.trainer.command is None:
+        doubts.append("sampling.extras: the built-in trainer does not read extras; only a command of your own does")
+    stored, memory = spec.steps_in_store * extras_of_step(job.sampling), job.roles.trajectories.mem
+    if stored > memory:
+        doubts.append(
+            f"roles.trajectories.mem = {size_text(memory)}: the store may hold {stored / 2**30:.1f} GiB of extras in"
+            " memory; raise it"
+        )
+    return doubts
 
 
 def _check_eval(job: Job) -> list[str]:

@@ -21,6 +21,7 @@ from ...config.job.document import JobDocument, parse_setting
 from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.schema import Job
+from ...config.job.validation import extras_of_step
 from ...core.run_spec import Limits, RunSpec
 from ...core.text import plural, span
 from ...core.types import Resources, UsageError
@@ -98,6 +99,8 @@ def check(
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
     _, job, spec, parts, found = checked(job_from(document), document, trust_folder=trust)
     plan = [*parts, ("weights", _transport_text(job))]
+    if job.sampling.extras:
+        plan.append(("extras", _extras_text(job, spec)))
     if notifications := notifications_text(job):
         plan.append(("notifications", notifications))
     needs = demand(spec)
@@ -126,6 +129,23 @@ def check(
 def _print(*texts: tuple[str, str]) -> None:
     for title, text in texts:
         print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n", flush=True)
+
+
+def _extras_text(job: Job, spec: RunSpec) -> str:
+    """Return a text about the size of the extras, in messages, on the shared storage and in the store's memory."""
+    sampling, per_step = job.sampling, extras_of_step(job.sampling)
+    answers, steps = sampling.prompts_per_step * sampling.group_size, spec.steps_in_store
+    lines = [
+        f"{name:13} {extra.per_token} bytes a token, beside 8 bytes of its id and log-probability"
+        if extra.per_token is not None
+        else f"{name:13} up to {size(extra.per_trajectory or 0)} a trajectory"
+        for name, extra in sampling.extras.items()
+    ]
+    lines.append(
+        f"a step of {answers} answers of {sampling.max_new_tokens} tokens: up to {size(per_step)}, and extras_limit is"
+        f" {size(sampling.extras_limit)}; the store holds up to {steps} steps: {size(steps * per_step)}"
+    )
+    return "\n".join(lines)
 
 
 def _transport_text(job: Job) -> str:

@@ -73,6 +73,7 @@ Duration = Annotated[float, DURATION]
 """A duration: seconds in Python, a string with a unit in TOML."""
 Size = Annotated[int, SIZE]
 """A size: bytes in Python, a string with a unit in TOML."""
+OptionalSize = Annotated[int | None, SIZE, Field(ge=1)]
 Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings. It is not strict, because strict validation of a tuple would reject TOML's lists."""
 Time = Annotated[Duration, Field(gt=0)]

@@ -21,7 +21,7 @@ from ...core.run_spec import WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ..import_paths import TRACKERS
 from ..prompt_file import SUFFIXES
-from .base import Duration, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
+from .base import Duration, Function, OptionalSize, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
 from .faults import FaultsTable
 from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable
@@ -72,6 +72,14 @@ def _phase_names(phases: dict[str, PhaseTable]) -> dict[str, PhaseTable]:
         if not name.isprintable() or not 0 < len(name) <= 60:
             raise ValueError(f"{name!r} is not a valid phase name; use up to 60 printable characters")
     return phases
+
+
+def _extra_names(extras: dict[str, ExtraTable]) -> dict[str, ExtraTable]:
+    for name in extras:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,29}", name):
+            text = "is not a valid name of an extra; use a letter, then up to 29 lower-case letters, digits and _"
+            raise ValueError(f"{name!r} {text}")
+    return extras
 
 
 def _role_names(commands: dict[str, CommandRole]) -> dict[str, CommandRole]:
@@ -210,6 +218,25 @@ class EvalTable(Table):
     of a file come in the order of the file."""
 
 
+class ExtraTable(Table):
+    """Bytes that a rollout makes with its tokens and a trainer of your own reads; rrl does not read them.
+
+    Examples are the experts that a router chose, and an image (docs/bring-your-own.md). An extra has exactly one of
+    these keys.
+    """
+
+    per_token: OptionalSize = None
+    """Bytes of each sampled token: ``"384B"`` for 8 experts in each of 48 layers."""
+    per_trajectory: OptionalSize = None
+    """Maximum size in a trajectory; a rollout may also leave it out."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ExtraTable:
+        if (self.per_token is None) == (self.per_trajectory is None):
+            raise ValueError('must have exactly one of: per_token = "384B", per_trajectory = "1MiB"')
+        return self
+
+
 class SamplingTable(Table):
     """How rollouts sample, and how many samples make a training step."""
 
@@ -243,6 +270,11 @@ class SamplingTable(Table):
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
     similar lengths; 1 keeps the order of the task. Each prompt is still trained once, but batches of similar length
     form a different curriculum (docs/stream.md)."""
+    extras: Annotated[dict[str, ExtraTable], AfterValidator(_extra_names)] = {}
+    extras_limit: Annotated[Size, Field(ge=1)] = _SAMPLING.extras_limit
+    """Maximum size of the extras of a step. A job whose extras can exceed it is refused, because the store holds them
+    in its memory for several steps (``rrl check`` says how many) and writes them to the shared storage. The default
+    suffices for the routing of 512 answers of 4,096 tokens in 48 layers."""
 
 
 class LimitsTable(Table):

@@ -18,14 +18,15 @@ from ...core.faults import (
     validate_fault,
 )
 from ...core.phases import PHASES
-from ...core.units import duration_text
+from ...core.run_spec import MAX_SEGMENT_EXTRAS
+from ...core.units import duration_text, size_text
 from ..import_paths import ENGINES
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
 from ..prompt_file import prompt_columns
 from .base import mistake
 from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
-from .schema import Job, PhaseTable, TaskTable
+from .schema import Job, PhaseTable, SamplingTable, TaskTable
 
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
@@ -53,6 +54,7 @@ def check(job: Job) -> None:
     _dual_clip(job.roles.trainer)
     _late(job)
     _ahead(job)
+    _extras(job)
     _batch(job)
     _form(job)
     _agents(job)
@@ -273,6 +275,44 @@ def _ahead(job: Job) -> None:
         )
 
 
+def extras_bytes(sampling: SamplingTable) -> int:
+    """Return the maximum bytes of the extras of a trajectory."""
+    extras = sampling.extras.values()
+    per_token = sum(extra.per_token or 0 for extra in extras)
+    return per_token * sampling.max_new_tokens + sum(extra.per_trajectory or 0 for extra in extras)
+
+
+def extras_of_step(sampling: SamplingTable) -> int:
+    """Return the maximum bytes of the extras of a step."""
+    return sampling.prompts_per_step * sampling.group_size * extras_bytes(sampling)
+
+
+def _extras(job: Job) -> None:
+    """Check that the rollouts can make and send the extras, and that those of a step are not too large."""
+    sampling, rollout = job.sampling, job.roles.rollout
+    row = ENGINES.get(rollout.engine) if rollout.command is None else None
+    for name, extra in sampling.extras.items():
+        if row is not None and name not in row.extras:
+            makes = f"makes only {', '.join(row.extras)}" if row.extras else "makes none"
+            raise mistake(
+                ("sampling", "extras", name),
+                f'[roles.rollout] engine = "{rollout.engine}" {makes}; remove this table, or set an engine or a command'
+                " of your own that makes it",
+            )
+        if max(extra.per_token or 0, extra.per_trajectory or 0) > MAX_SEGMENT_EXTRAS:
+            key = "per_token" if extra.per_trajectory is None else "per_trajectory"
+            text = f"is more than {size_text(MAX_SEGMENT_EXTRAS)}, which fit into a message to the store; lower it"
+            raise mistake(("sampling", "extras", name, key), text)
+    answers = sampling.prompts_per_step * sampling.group_size
+    if (size := extras_of_step(sampling)) > sampling.extras_limit:
+        raise mistake(
+            ("sampling", "extras_limit"),
+            f"{answers} answers of {sampling.max_new_tokens} tokens have extras of up to {size / 2**20:.0f} MiB in a"
+            f" step, more than {size_text(sampling.extras_limit)}; raise it if the store's node has the memory (rrl"
+            " check then says how much), or lower prompts_per_step, group_size or max_new_tokens",
+        )
+
+
 def _batch(job: Job) -> None:
     """Check that a batch fits into one message from the store to the trainer; a larger batch would never arrive.
 
@@ -282,12 +322,14 @@ def _batch(job: Job) -> None:
         return
     sampling = job.sampling
     groups = 1 if sampling.stream else sampling.prompts_per_step
-    max_bytes = groups * sampling.group_size * (_TOKEN_BYTES * sampling.max_new_tokens + _TRAJECTORY_BYTES)
+    answer_bytes = _TOKEN_BYTES * sampling.max_new_tokens + _TRAJECTORY_BYTES + extras_bytes(sampling)
+    max_bytes = groups * sampling.group_size * answer_bytes
     if max_bytes > MAX_BATCH_BYTES - _PROMPTS_BYTES:
         size = (
             f"of up to {math.ceil(max_bytes / 2**20)} MiB; the limit is {(MAX_BATCH_BYTES - _PROMPTS_BYTES) >> 20} MiB"
         )
-        answers = f"{sampling.group_size} answers of {sampling.max_new_tokens} tokens"
+        extras = " with their extras" if sampling.extras else ""
+        answers = f"{sampling.group_size} answers of {sampling.max_new_tokens} tokens{extras}"
         if sampling.stream:
             raise mistake(
                 ("sampling", "group_size"),

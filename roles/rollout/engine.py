@@ -85,6 +85,8 @@ class Engine(Protocol):
     def step(self) -> StepOutput:
         """Extend each trajectory by a token or a segment, and return the segments that are due; often there are none.
 
+        Each segment has the extras that the job declares (:attr:`..trajectories.types.Segment.extras`).
+
         Raises:
             RuntimeError: No weights were loaded before.
         """

@@ -51,6 +51,10 @@ class Arrays(Sequences, frozen=True, eq=False, kw_only=True):
     """Training step of the weights that sampled each token; -1 for a token that was not sampled."""
     loss_mask: NDArray[numpy.bool_]
     """True for each token that is trained in this sequence."""
+    extras: dict[str, NDArray[numpy.uint8]]
+    """Extras ``per_token`` by name: the bytes of each token, as [tokens, bytes]. Zeros for a token that was given."""
+    sequence_extras: dict[str, list[bytes]]
+    """Extras ``per_trajectory`` by name: the bytes of each sequence; empty for one that has none."""
     whole: Sequences
     """The values of all sequences of the part, also of those in the shares of other ranks."""
     shares: list[list[int]]
@@ -75,12 +79,13 @@ def arrays_of(part: PackedPart, share: Share | None) -> Arrays:
     divided = [list(range(len(part.trajectories)))] if share is None else partition.shares_of(part, share)
     rank = 0 if share is None else share.rank
     whole, mine = _sequences(part.trajectories), numpy.array(divided[rank], numpy.int64)
+    share_of_part = [part.trajectories[index] for index in divided[rank]]
     of_share: dict[str, Any] = {name: getattr(whole, name)[mine] for name in Sequences.__struct_fields__}
     prompts = dict(zip(part.groups, part.prompts, strict=True))
     tokens, logprobs = bytearray(), bytearray()
     steps: list[tuple[int, int]] = []
     trained: list[tuple[int, bool]] = []
-    for one in (part.trajectories[index] for index in divided[rank]):
+    for one in share_of_part:
         tokens += one.prompt or prompts[one.group]
         tokens += one.tokens
         logprobs += bytes(_TOKEN_BYTES * one.prompt_length)
@@ -92,17 +97,39 @@ def arrays_of(part: PackedPart, share: Share | None) -> Arrays:
             trained += (start - at, True), (count, False)
             at = start + count
         trained.append((one.length - at, True))
+    starts = numpy.append(0, numpy.cumsum(of_share["lengths"]))
+    extras, sequence_extras = _extras(share_of_part, starts)
     return Arrays(
         **of_share,
-        starts=numpy.append(0, numpy.cumsum(of_share["lengths"])),
+        starts=starts,
         tokens=numpy.frombuffer(tokens, numpy.int32),
         logprobs=numpy.frombuffer(logprobs, numpy.float32),
         versions=_repeated(steps, numpy.int32),
         loss_mask=_repeated(trained, numpy.bool_),
+        extras=extras,
+        sequence_extras=sequence_extras,
         whole=whole,
         shares=divided,
         rank=rank,
     )
+
+
+def _extras(
+    trajectories: Sequence[PackedTrajectory], starts: NDArray[numpy.int64]
+) -> tuple[dict[str, NDArray[numpy.uint8]], dict[str, list[bytes]]]:
+    """Return the extras of tokens and those of sequences, by name."""
+    of_tokens: dict[str, NDArray[numpy.uint8]] = {}
+    of_sequences: dict[str, list[bytes]] = {}
+    for index, one in enumerate(trajectories):
+        for name, width, data in one.extras:
+            if width:
+                if name not in of_tokens:
+                    of_tokens[name] = numpy.zeros((starts[-1], width), numpy.uint8)
+                sampled = of_tokens[name][starts[index] + one.prompt_length : starts[index + 1]]
+                sampled[:] = numpy.frombuffer(data, numpy.uint8).reshape(sampled.shape)
+            else:
+                of_sequences.setdefault(name, [b""] * len(trajectories))[index] = data
+    return of_tokens, of_sequences
 
 
 def _sequences(trajectories: Sequence[PackedTrajectory]) -> Sequences:

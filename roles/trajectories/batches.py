@@ -151,4 +151,5 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
         reward=packed.reward,
         training=packed.training,
         masked=packed.masked,
+        extras={name: data for name, _, data in packed.extras},
     )

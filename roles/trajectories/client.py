@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from ...core.run_spec import MAX_SEGMENT_EXTRAS
 from ...core.types import STORE, Incarnation
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
@@ -174,6 +175,8 @@ class TrajectoryClient:
     ) -> Appended:
         """Append segments like :meth:`append`, and lease further trajectories in the same round trip.
 
+        Segments whose extras do not fit into one message are appended in several round trips, in their order.
+
         Args:
             segments: The new tokens.
             finished: The trajectories that are complete with these segments.
@@ -181,6 +184,10 @@ class TrajectoryClient:
             holding: The trajectories that this process works on after the append, as in :meth:`lease`.
         """
         lost: set[int] = set()
+        *earlier, segments = _messages(segments)
+        for part in earlier:
+            appended = await self.append_and_lease([one for one in part if one.trajectory not in lost], (), 0)
+            lost.update(appended.lost)
         while True:
             remaining = tuple(segment for segment in segments if segment.trajectory not in lost)
             ended = tuple(trajectory for trajectory in finished if trajectory not in lost)
@@ -236,3 +243,16 @@ class TrajectoryClient:
             WrongArgument: denied.wrong_argument,
         }
         raise next((kind for kind, applies in kinds.items() if applies), Refused)(denied.why)
+
+
+def _messages(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Divide segments, in their order, so that the extras of each part fit into a message; there is at least a part."""
+    parts: list[list[Segment]] = [[]]
+    size = 0
+    for segment in segments:
+        size += sum(map(len, segment.extras.values()))
+        if size > MAX_SEGMENT_EXTRAS and parts[-1]:
+            parts.append([])
+            size = sum(map(len, segment.extras.values()))
+        parts[-1].append(segment)
+    return parts

@@ -56,7 +56,7 @@ def cut(part: PackedPart, share: Share | None) -> PackedPart:
         return part
     mine = set(shares_of(part, share)[share.rank])
     trajectories = tuple(
-        packed if index in mine else msgspec.structs.replace(packed, tokens=b"", logprobs=b"", prompt=b"")
+        packed if index in mine else msgspec.structs.replace(packed, tokens=b"", logprobs=b"", prompt=b"", extras=())
         for index, packed in enumerate(part.trajectories)
     )
     groups = {part.trajectories[index].group for index in mine}

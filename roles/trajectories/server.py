@@ -429,6 +429,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         window=sampling.window,
         max_part_bytes=CONTROL_BOUNDS.max_frame_bytes - 2 * _FRAME_OVERHEAD_BYTES,
         retained_commits=me.job.trainer.keep_checkpoints,
+        extras=sampling.extras,
         episodes=_episode_settings(me.job),
         evaluations=evaluations,
     )

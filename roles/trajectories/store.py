@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.run_spec import ExtraSpec
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
@@ -45,6 +46,8 @@ from .types import (
 )
 from .versions import VersionDirectory
 
+MAX_LEASED_EXTRAS = 128 * 2**20
+"""Maximum bytes of the extras in an answer to a request for work, unless it has one trajectory: half a message."""
 _CREATED_PER_REQUEST = 64
 """Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
 
@@ -72,6 +75,7 @@ class Store:
         window: Number of batches among which prompts are ordered by expected length, the longest first.
         compact_from: Size of the log in bytes below which it is not compacted.
         retained_commits: Number of commits whose digests are kept, for ``rrl export``; at least 2.
+        extras: The extras of each segment, by name (``[sampling.extras]``).
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
 
@@ -98,10 +102,12 @@ class Store:
         window: int = 1,
         compact_from: int = 32 * 2**20,
         retained_commits: int = 0,
+        extras: Mapping[str, ExtraSpec] | None = None,
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
     ) -> None:
         self._has_agents = episodes is not None
+        self._extras = extras or {}
         self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
         self._per_batch = groups_per_batch
@@ -249,10 +255,27 @@ class Store:
             leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
             tracks += leased
             shared = self._work.by_length or not leased
+        tracks = self._within_message(tracks)
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
+
+    def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
+        """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
+
+        Only the extras of the tokens that they have already can make a message too large.
+        """
+        left, count = MAX_LEASED_EXTRAS, 0
+        while self._extras and count < len(tracks):
+            left -= sum(len(data) for segment in tracks[count].segments for _, _, data in segment.extras)
+            if left < 0 and count:
+                self._work.withdraw(tracks[count:])
+                for track in tracks[count:]:
+                    self._work.offer(track)
+                return tracks[:count]
+            count += 1
+        return tracks
 
     def _create_groups(self, weights: int | None) -> None:
         """Create a group if no trajectory waits for a rollout and the limits allow it.
@@ -302,8 +325,8 @@ class Store:
         if rejection := self.check_worker(incarnation):
             return rejection
         try:
-            packed_segments = [pack(segment) for segment in segments]
-        except (OverflowError, ValueError) as error:
+            packed_segments = [pack(segment, self._extras) for segment in segments]
+        except (OverflowError, TypeError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
         append_evaluated, lost = self.evaluations.append(incarnation, packed_segments, finished)
         packed_segments = [packed for packed in packed_segments if not is_evaluated(packed.trajectory)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from msgspec import Struct
 
 from ...core.types import Incarnation, Version
+from .extras import PackedExtras
 
 A = TypeVar("A", covariant=True)
 """Type of the answer to a request."""
@@ -55,6 +56,10 @@ class Segment(Struct, frozen=True, array_like=True):
     digest: bytes = b""
     """:class:`PathDigest` of all tokens of the trajectory, with its prompt, up to the end of this segment, as the
     engine had them. The store compares it with what the trainer reads. Empty if the engine computes no digest."""
+    extras: dict[str, bytes] = {}
+    """Bytes for the trainer by the names that ``[sampling.extras]`` declares, which rrl does not read. An extra
+    ``per_token`` is in each segment and has the declared number of bytes for each of ``tokens``, in their order. An
+    extra ``per_trajectory`` is in at most one segment of a trajectory."""
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
@@ -123,13 +128,17 @@ class Trajectory(Struct, frozen=True):
     masked: tuple[tuple[int, int], ...] = ()
     """Runs of ``tokens`` that must not be trained, as (index, count): runs of given tokens, whose version is
     ``Version(*NOT_SAMPLED)``, and runs of sampled tokens that another sample of the episode trains."""
+    extras: Mapping[str, bytes] = {}
+    """What the rollouts appended as :attr:`Segment.extras`, joined: for each of ``tokens`` its bytes, zeros for given
+    tokens; of an extra ``per_trajectory`` in several turns of an episode, the last. Empty in a gang if another member
+    trains on the trajectory."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """A :class:`Trajectory` in a message: 8 bytes per token. The prompt of its group is in :class:`PackedPart`.
 
-    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a share ``tokens``, ``logprobs``
-    and ``prompt`` are empty if the trajectory is in the share of another rank.
+    ``tokens`` is int32 and ``logprobs`` float32, in the byte order of the machine. In a share ``tokens``, ``logprobs``,
+    ``prompt`` and ``extras`` are empty if the trajectory is in the share of another rank.
     """
 
     id: int
@@ -147,6 +156,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     trajectories."""
     masked: tuple[tuple[int, int], ...] = ()
     """The same runs of ``tokens`` as in :class:`Trajectory`: those that must not be trained, as (index, count)."""
+    extras: PackedExtras = ()
 
     @property
     def length(self) -> int:

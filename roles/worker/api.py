@@ -79,7 +79,7 @@ class Worker:
         self.uncommitted = self._data.uncommitted
         """The uncommitted steps whose data this trainer has."""
         self._loaded: Version | None = None
-        self._leased = LeasedTrajectories()
+        self._leased = LeasedTrajectories(self.job.sampling.extras)
         """Trajectories returned by :meth:`work` or :meth:`lease`."""
         self._committed_fetched = False
         self._committed: int | None = None

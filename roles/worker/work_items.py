@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from ...core.run_spec import ExtraSpec
 from ...core.text import shortened
 from ...core.types import Version
 from ...transport.weights.manifest import TensorSpec
@@ -49,6 +50,8 @@ class _Leased(Struct):
     """Maximum value of ``length``."""
     segments: dict[int, int]
     """Hash of the tokens of each segment so far, by the offset of the segment."""
+    extras: set[str]
+    """Names of the extras that the segments so far have."""
 
 
 class LeasedTrajectories:
@@ -57,9 +60,13 @@ class LeasedTrajectories:
     This class also checks what a role appends to the trajectories, because the store cannot tell a mistake in the
     role's code from a segment that arrives too late, after another rollout has continued its trajectory. In both cases
     the store only answers that the trajectory is not leased to the sender.
+
+    Args:
+        extras: The extras that the job declares (``[sampling.extras]``).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, extras: Mapping[str, ExtraSpec]) -> None:
+        self._extras = extras
         self._leased: dict[int, _Leased] = {}
         self._ended: dict[int, bool] = {}
         """The newest ended trajectories, in the order of their end. The value is True if this process has listed the
@@ -85,7 +92,8 @@ class LeasedTrajectories:
         for item in items:
             length = sum(len(segment.tokens) for segment in item.so_far)
             segments = {segment.offset: hash(tuple(segment.tokens)) for segment in item.so_far}
-            self._leased[item.trajectory] = _Leased(item.group, length, length + item.max_new, segments)
+            extras = {name for segment in item.so_far for name in segment.extras}
+            self._leased[item.trajectory] = _Leased(item.group, length, length + item.max_new, segments, extras)
             self._ended.pop(item.trajectory, None)
 
     def check(self, segments: Sequence[Segment], finished: Sequence[int]) -> None:
@@ -98,11 +106,12 @@ class LeasedTrajectories:
                 process, or is complete already; a trajectory without tokens is listed as complete.
         """
         lengths: dict[int, int] = {}
+        once: set[tuple[int, str]] = set()
         for segment in segments:
             leased = self._find(segment.trajectory, "a segment")
             name = f"segment of trajectory {segment.trajectory}"
             try:
-                pack(segment)
+                pack(segment, self._extras)
             except (TypeError, ValueError, OverflowError, AttributeError) as error:
                 raise Misuse(f"{name}: {error}") from error
             if leased is None:
@@ -124,6 +133,10 @@ class LeasedTrajectories:
                     " (item.max_new less the tokens appended since the lease)"
                 )
             lengths[segment.trajectory] = length + count
+            for key in (key for key in segment.extras if self._extras[key].per_trajectory is not None):
+                if key in leased.extras or (segment.trajectory, key) in once:
+                    raise Misuse(f"{name}: extra {key!r} is in an earlier segment; a trajectory has it once")
+                once.add((segment.trajectory, key))
         for trajectory in finished:
             leased = self._find(trajectory, "finished")
             if leased is not None and not lengths.get(trajectory, leased.length):
@@ -137,6 +150,7 @@ class LeasedTrajectories:
             if leased is not None and segment.offset == leased.length:
                 leased.length += len(segment.tokens)
                 leased.segments[segment.offset] = hash(tuple(segment.tokens))
+                leased.extras.update(segment.extras)
                 if leased.length == leased.limit:
                     ended.setdefault(segment.trajectory, False)
         for trajectory in ended:

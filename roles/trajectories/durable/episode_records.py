@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict, replace
 
+from ..extras import cut
 from .groups import EpisodeState, Group, TrajectoryState, is_foreign, prompt_length, sampled_tokens, with_ancestors
 from .records import (
     AttemptFailed,
@@ -183,7 +184,13 @@ def _first(segments: Iterable[PackedSegment], length: int) -> Iterator[PackedSeg
             yield (
                 segment
                 if whole
-                else replace(segment, tokens=segment.tokens[:size], logprobs=segment.logprobs[:size], digest=b"")
+                else replace(
+                    segment,
+                    tokens=segment.tokens[:size],
+                    logprobs=segment.logprobs[:size],
+                    digest=b"",
+                    extras=cut(segment.extras, 0, length - segment.offset),
+                )
             )
 
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from ....core.types import Incarnation
+from ..extras import PackedExtras
 from ..types import Item, Score, ToScore
 from .records import GroupCreated, PackedSegment, TurnCreated, unpack, unpack_tokens
 
@@ -62,6 +63,7 @@ class Run(Struct, frozen=True, gc=False):
     logprobs: bytes
     version: tuple[int, int]
     counts: bool
+    extras: PackedExtras = ()
 
     @property
     def length(self) -> int:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from ....core.run_spec import ExtraSpec
 from ....core.types import Incarnation, ReplicaId, Version
 from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
+from ..extras import PackedExtras, pack_extras
 from ..types import Sampling, Score, Segment
 
-FORMAT = 3
-"""Format number of the log. In format 3 a step that is bound as a whole has one part; a log of any other format is
-refused."""
+FORMAT = 4
+"""Format number of the log. In format 4 segments have extras; a log of any other format is refused."""
 
 
 FIRST_TURN = 2**40
@@ -48,6 +50,7 @@ class PackedSegment(Struct, frozen=True, array_like=True, gc=False):
     step: int
     incarnation: int
     digest: bytes = b""
+    extras: PackedExtras = ()
 
     @property
     def end(self) -> int:
@@ -414,12 +417,14 @@ def decode(payload: bytes) -> Record:
 
 
 # ── packing ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def pack(segment: Segment) -> PackedSegment:
-    """Pack a segment.
+def pack(segment: Segment, extras: Mapping[str, ExtraSpec]) -> PackedSegment:
+    """Pack a segment, whose extras must be those that the job declares.
 
     Raises:
         OverflowError: A token does not fit into an int32.
-        ValueError: ``tokens`` and ``logprobs`` differ in length, or a log-probability is not finite.
+        TypeError: An extra is not of type bytes.
+        ValueError: ``tokens`` and ``logprobs`` differ in length, a log-probability is not finite, or the extras are not
+            as declared.
     """
     if len(segment.tokens) != len(segment.logprobs):
         raise ValueError(
@@ -431,7 +436,14 @@ def pack(segment: Segment) -> PackedSegment:
     tokens, logprobs = pack_tokens(segment.tokens), array("f", segment.logprobs).tobytes()
     version = segment.version
     return PackedSegment(
-        segment.trajectory, segment.offset, tokens, logprobs, version.step, version.incarnation, segment.digest
+        segment.trajectory,
+        segment.offset,
+        tokens,
+        logprobs,
+        version.step,
+        version.incarnation,
+        segment.digest,
+        pack_extras(segment.extras, len(segment.tokens), extras),
     )
 
 
@@ -449,4 +461,5 @@ def unpack(packed: PackedSegment) -> Segment:
     """Unpack a segment."""
     tokens, logprobs = unpack_tokens(packed.tokens), tuple(array("f", packed.logprobs))
     version = Version(packed.step, packed.incarnation)
-    return Segment(packed.trajectory, packed.offset, tokens, logprobs, version, packed.digest)
+    extras = {name: data for name, _, data in packed.extras}
+    return Segment(packed.trajectory, packed.offset, tokens, logprobs, version, packed.digest, extras)

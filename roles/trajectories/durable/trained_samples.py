@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from ..extras import PackedExtras, cut, join, joined_bytes
 from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
 from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
 from .records import PackedSegment, encode
@@ -45,6 +46,7 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
             reward=track.score.reward,
             training=track.score.training,
             prompt_length=prompt_length(track),
+            extras=join(_extras(track)),
         )
     ]
 
@@ -78,12 +80,17 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
     for track in tracks:
         if track.episode is None:
             runs = sum(1 for _ in groupby(track.segments, _version))
-            size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES
+            size += _TOKEN_BYTES * track.length + _RUN_BYTES * runs + _TRAJECTORY_BYTES + joined_bytes(_extras(track))
         else:
             for sample in track.episode.samples:  # ``masked`` lists some of the runs again
                 size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
-                size += _TRAJECTORY_BYTES
+                size += _TRAJECTORY_BYTES + joined_bytes((run.extras, run.length) for run in sample)
     return size
+
+
+def _extras(track: TrajectoryState) -> Iterator[tuple[PackedExtras, int]]:
+    """Yield the extras of each segment of a trajectory, with the number of its tokens."""
+    return ((segment.extras, segment.end - segment.offset) for segment in track.segments)
 
 
 def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:
@@ -108,6 +115,7 @@ def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
         if not run.counts:
             masked.append((at, run.length))
         at += run.length
+    extras, before = join((run.extras, run.length) for run in runs), sum(run.length for run in prompt)
     return PackedTrajectory(
         id=track.id,
         group=track.group.created.group,
@@ -119,6 +127,7 @@ def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
         prompt_length=sum(run.length for run in prompt),
         prompt=b"".join(run.tokens for run in prompt),
         masked=tuple(masked),
+        extras=cut(extras, before, before + at),
     )
 
 
@@ -185,8 +194,10 @@ def _runs(segments: Iterable[PackedSegment], start: int, end: int, *, counts: bo
     for segment in segments:
         first, last = max(start, segment.offset), min(end, segment.end)
         if first < last:
-            cut = slice(4 * (first - segment.offset), 4 * (last - segment.offset))
-            yield Run(segment.tokens[cut], segment.logprobs[cut], _version(segment), counts)
+            first, last = first - segment.offset, last - segment.offset
+            packed = slice(4 * first, 4 * last)
+            extras = cut(segment.extras, first, last)
+            yield Run(segment.tokens[packed], segment.logprobs[packed], _version(segment), counts, extras)
 
 
 def _version(segment: PackedSegment) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ....core.run_spec import EvalSpec
 from ....core.types import TRAINER, Incarnation
@@ -218,7 +219,7 @@ class Evaluations:
             of the lost answers. An answer is lost if the incarnation may not write it, if its segments neither continue
             nor repeat the stored segments, or if its segments are of another weight version.
         """
-        segments = [segment for segment in packed if is_evaluated(segment.trajectory)]
+        segments = [replace(segment, extras=()) for segment in packed if is_evaluated(segment.trajectory)]
         finished = [number for number in finished if is_evaluated(number)]
         numbers = {*(segment.trajectory for segment in segments), *finished}
         lost = {number for number in numbers if not self._may_write(incarnation, number)}

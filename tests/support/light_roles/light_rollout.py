@@ -7,6 +7,7 @@ that there are always unfinished trajectories when it is killed.
 from __future__ import annotations
 
 import os
+import struct
 import time
 
 import rrl
@@ -45,7 +46,7 @@ def answer(me: rrl.Worker, work: WorkLease, version: Version, right: bool = True
     while progress:
         time.sleep(TOKEN_SECONDS)
         segments = [
-            _next(item, progress[item.trajectory], mark, version, right)
+            _next(item, progress[item.trajectory], mark, version, right, bool(me.job.sampling.extras))
             for item in work.items
             if item.trajectory in progress
         ]
@@ -67,13 +68,14 @@ def _hold(me: rrl.Worker) -> None:
         time.sleep(TOKEN_SECONDS)
 
 
-def _next(item: Item, offset: int, mark: float, version: Version, right: bool) -> Segment:
+def _next(item: Item, offset: int, mark: float, version: Version, right: bool, marked: bool) -> Segment:
     """Return the next token of the answer: the prompt's digit four times (in wrong answers twice), then the end.
 
-    ``mark`` is the log-probability of the token.
+    ``mark`` is the log-probability of the token. With ``marked``, the extra ``place`` has its trajectory and offset.
     """
     token = EOS if offset == (4 if right else 2) else item.prompt[0]
-    return Segment(item.trajectory, offset, (token,), (mark,), version)
+    extras = {"place": struct.pack("<IB", item.trajectory, offset)} if marked else {}
+    return Segment(item.trajectory, offset, (token,), (mark,), version, extras=extras)
 
 
 if __name__ == "__main__":

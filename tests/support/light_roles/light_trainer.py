@@ -37,7 +37,13 @@ def main() -> None:
                 if part.index == 0:
                     taken = []
                 taken += [
-                    {"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
+                    {
+                        "id": t.id,
+                        "tokens": t.tokens,
+                        "marks": t.logprobs,
+                        "weights": [v.step for v in t.versions],
+                        "extras": {name: data.hex() for name, data in t.extras.items()},
+                    }
                     for t in part.trajectories
                 ]
                 _note(me, part)

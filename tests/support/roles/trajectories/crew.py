@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rrl.core.run_spec import ExtraSpec
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.trajectories.batches import Batch, decode
 from rrl.roles.trajectories.store import Store
@@ -55,8 +56,20 @@ def open_store(folder: Path, members: Sequence[Incarnation] = ALL, **changed: An
     return store
 
 
-def segment(trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), step: int = 0) -> Segment:
-    return Segment(trajectory, offset, tuple(tokens), (-0.5,) * len(tokens), Version(step, 1))
+def segment(
+    trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), step: int = 0, marked: bool = False
+) -> Segment:
+    """Return a segment; if it is ``marked``, with the extra of a job that declares :data:`MARKS`."""
+    extras = {"mark": mark(trajectory, offset, tokens)} if marked else {}
+    return Segment(trajectory, offset, tuple(tokens), (-0.5,) * len(tokens), Version(step, 1), b"", extras)
+
+
+MARKS = {"mark": ExtraSpec(per_token=3)}
+"""An extra that tells each token of each trajectory from all others."""
+
+
+def mark(trajectory: int, offset: int, tokens: Sequence[int]) -> bytes:
+    return b"".join(bytes((trajectory % 256, (offset + i) % 256, tokens[i])) for i in range(len(tokens)))
 
 
 def lease(
@@ -77,6 +90,7 @@ def generate(
     at_most: int = 1000,
     tokens: Sequence[int] = (5, 1),
     weights: int | None = None,
+    marked: bool = False,
 ) -> list[int]:
     """Lease up to ``at_most`` trajectories, append ``tokens`` to each as far as they fit, and finish them.
 
@@ -87,7 +101,7 @@ def generate(
     for item in items:
         offset = MAX_NEW - item.max_new
         if item.max_new:
-            segments.append(segment(item.trajectory, offset, tokens[: item.max_new], weights or 0))
+            segments.append(segment(item.trajectory, offset, tokens[: item.max_new], weights or 0, marked))
     done = [item.trajectory for item in items]
     assert store.append(who, segments, done) == Done()
     store.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     generate,
     incarnation_of,
     manifest,
+    mark,
     open_store,
     score,
     segment,
@@ -94,6 +96,7 @@ class Script:
         self.promised: list[Acknowledged] = [Acknowledged(0)]
         self.store = open_store(folder, **changed)
         self._staleness = changed.get("staleness")
+        self._segment = partial(segment, marked="extras" in changed)
         self._checkpoint_every: int = changed.get("checkpoint_every", 1)
         self.store.flush()
         self.promised = [Acknowledged(log_in(folder).stat().st_size)]
@@ -138,7 +141,9 @@ class Script:
     def generate(self, who: Incarnation, tokens: tuple[int, ...], step: int) -> None:
         items = [item for item in self.lease(who) if not item.so_far]
         self.append(
-            who, [segment(item.trajectory, 0, tokens, step) for item in items], tuple(item.trajectory for item in items)
+            who,
+            [self._segment(item.trajectory, 0, tokens, step) for item in items],
+            tuple(item.trajectory for item in items),
         )
 
     def score(self, reward: float, at_most: int) -> None:
@@ -185,12 +190,15 @@ class Script:
             begun = {x.trajectory: number for x in mine}
             if number == _LATE and self._staleness is not None:  # young enough for step _LATE, but not complete
                 begun[mine[-1].trajectory] = number - 1 - self._staleness
-            self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
-            rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
+            first = [self._segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far]
+            self.append(ROLLOUT, first)
+            rest = [self._segment(x.trajectory, 1, (6,), number) for x in mine]
             late = {mine[-1].trajectory} if number == _LATE and self._staleness is not None else set()
             self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine if x.trajectory not in late))
             self.append(
-                OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours], tuple(x.trajectory for x in yours)
+                OTHER,
+                [self._segment(x.trajectory, 0, (7, 1), number) for x in yours],
+                tuple(x.trajectory for x in yours),
             )
             if number == 2:
                 self.drop(mine[0].trajectory)
@@ -208,14 +216,15 @@ class Script:
         return isinstance(leased, Scoring) and bool(leased.items)
 
 
-def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int) -> Iterator[Batch]:
+def _go_on(store: Store, who: Incarnation, to: int, checkpoint_every: int, marked: bool) -> Iterator[Batch]:
     """Finish the run up to step ``to`` and yield its batches, beginning with those that are bound and uncommitted."""
     start, earlier = store.committed(who), list[Batch]()
     bound = max(store.audit().steps, default=0)
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for _ in range(3):
-            generate(store, tokens=AFTER, weights=max(bound, number - 1))  # older groups may not be trained any more
+            weights = max(bound, number - 1)  # older groups may not be trained any more
+            generate(store, tokens=AFTER, weights=weights, marked=marked)
             score(store, reward=-1.0)
         batch = bind(store, number, who)
         yield batch
@@ -257,7 +266,7 @@ def check(
     for (number, index), part in promised.parts.items():
         if number > (start.number or 0) - 2:
             assert store.part(who, number, index) == PartBound(part)
-    following = _go_on(store, who, to, changed.get("checkpoint_every", 1))
+    following = _go_on(store, who, to, changed.get("checkpoint_every", 1), "extras" in changed)
     observed = {t.id: t for batch in following for t in batch.trajectories}
     for trajectory, offset in promised.segments:
         if trajectory in observed:
@@ -265,6 +274,8 @@ def check(
             end = offset + len(words.tokens)
             assert observed[trajectory].tokens[offset:end] == words.tokens
             assert observed[trajectory].versions[offset] == words.version
+    for one in observed.values() if "extras" in changed else ():
+        assert one.extras == {"mark": mark(one.id, 0, one.tokens)}
     for trajectory, reward in promised.scored.items():
         if trajectory in observed:
             assert observed[trajectory].reward == reward

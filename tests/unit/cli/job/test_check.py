@@ -509,6 +509,27 @@ def test_stream_with_an_own_trainer_is_a_warning(
     assert (text in doubts_in(capsys.readouterr().out)) == warned
 
 
+def test_cost_of_extras_is_shown_with_a_warning_if_the_store_lacks_the_memory(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = "[sampling]\nstream = true\nprompts_per_step = 32\ngroup_size = 16\nmax_new_tokens = 4096\n"
+    extras = '[sampling.extras]\nexperts = { per_token = "384B" }\nimage = { per_trajectory = "64KiB" }\n'
+    own = "--set", 'roles.rollout.command=["true"]', "--set", "model.max_length=5000"
+    assert site.slurm().run("check", *own, extra=sampling + extras) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "experts       384 bytes a token, beside 8 bytes of its id and log-probability\n",
+        "image         up to 64 KiB a trajectory\n",
+        "a step of 512 answers of 4096 tokens: up to 800 MiB, and extras_limit is 1 GiB; the store holds up to 6 steps:"
+        " 4.69 GiB\n",
+    ):
+        assert line in out
+    assert {
+        "sampling.extras: the built-in trainer does not read extras; only a command of your own does",
+        "roles.trajectories.mem = 1GiB: the store may hold 4.7 GiB of extras in memory; raise it",
+    } <= set(doubts_in(out))
+
+
 @pytest.mark.parametrize(
     ("kind", "network", "warning"),
     [

@@ -209,6 +209,9 @@ def test_walltime_too_short_for_a_role_is_refused(ended: Ended, capsys: pytest.C
     )
 
 
+_OWN_ROLLOUT = '\nper_token = "8B"\n[roles.rollout]\ncommand = ["true"]'
+
+
 @pytest.mark.parametrize(
     ("key", "old", "new"),
     [
@@ -217,13 +220,14 @@ def test_walltime_too_short_for_a_role_is_refused(ended: Ended, capsys: pytest.C
         ("model", "0123456789+= ", "01"),
         ("task", "min_terms = 2", "min_terms = 3"),
         ("cluster.kind", '"local"', '"slurm"'),
+        ("sampling.extras", "[roles.rollout]", f"[sampling.extras.experts]{_OWN_ROLLOUT}"),
     ],
 )
 def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str) -> None:
     assert old in ended.job.read_text()
     ended.job.write_text(ended.job.read_text().replace(old, new))
     printed = ended.refuses(capsys, "--job", str(ended.job))
-    lines = {"run.name": 2, "run.seed": 4, "cluster.kind": 6, "model": 9, "task": 12}
+    lines = {"run.name": 2, "run.seed": 4, "cluster.kind": 6, "model": 9, "task": 12, "sampling.extras": 16}
     assert printed == f"rrl: {ended.job}:{lines[key]}: {key}: is different in {RUN}; to change it start a new run\n"
 
 

@@ -531,6 +531,48 @@ WRONG: list[tuple[str, str, str]] = [
         " = 0, which lets no rollout work ahead; remove this key, or raise staleness",
     ),
     ("[task]", "[sampling]\nwindow = 0\n[task]", "job.toml:13: sampling.window: must be at least 1, not 0"),
+    (
+        "[task]",
+        '[sampling.extras]\nexperts = { per_token = "8B" }\n[task]',
+        'job.toml:13: sampling.extras.experts: [roles.rollout] engine = "torch" makes none; remove this table, or set an'
+        " engine or a command of your own that makes it",
+    ),
+    (
+        "[task]",
+        '[sampling.extras]\nexperts = { per_token = "8B", per_trajectory = "1KiB" }\n[task]',
+        'job.toml:13: sampling.extras.experts: must have exactly one of: per_token = "384B", per_trajectory = "1MiB"',
+    ),
+    (
+        "[task]",
+        '[sampling.extras]\n"top-k" = { per_token = "8B" }\n[task]',
+        "job.toml:12: sampling.extras: 'top-k' is not a valid name of an extra; use a letter, then up to 29 lower-case"
+        " letters, digits and _",
+    ),
+    (
+        "[task]",
+        '[sampling.extras]\nexperts = { per_token = "0B" }\n[task]',
+        'job.toml:13: sampling.extras.experts.per_token: must be at least 1, not "0B"',
+    ),
+    (
+        "[roles.rollout]",
+        '[sampling.extras]\nimage = { per_trajectory = "33MiB" }\n[roles.rollout]\ncommand = ["mine"]',
+        "job.toml:17: sampling.extras.image.per_trajectory: is more than 32MiB, which fit into a message to the store;"
+        " lower it",
+    ),
+    (
+        "[roles.rollout]",
+        '[sampling]\nextras = { experts = { per_token = "1MiB" } }\n[roles.rollout]\ncommand = ["mine"]',
+        "job.toml:16: sampling.extras_limit: 256 answers of 5 tokens have extras of up to 1280 MiB in a step, more than"
+        " 1GiB; raise it if the store's node has the memory (rrl check then says how much), or lower prompts_per_step,"
+        " group_size or max_new_tokens",
+    ),
+    (
+        "[roles.rollout]",
+        '[sampling]\nextras = { experts = { per_token = "200KiB" } }\n[roles.rollout]\ncommand = ["mine"]',
+        "job.toml:16: sampling.prompts_per_step: 16 groups of 16 answers of 5 tokens with their extras make a batch of up"
+        " to 251 MiB; the limit is 224 MiB; write stream = true, or lower prompts_per_step, group_size or"
+        " max_new_tokens",
+    ),
     ("[task]", '[sampling]\nstream = "yes"\n[task]', 'job.toml:13: sampling.stream: must be true or false, not "yes"'),
     (
         "[task]",

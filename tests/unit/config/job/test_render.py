@@ -22,7 +22,9 @@ def job(**changes: Any) -> Job:
 
 def test_the_written_spec_is_a_valid_job_toml_of_the_same_job() -> None:
     phases = {"train": {"longest": "8h"}, "my eval": {"longest": "90s", "progresses": False}}
-    before = job(slurm={"account": "a", "exclusive": True, "nice": 3}, phases=phases)
+    extras = {"experts": {"per_token": "384B"}, "image": {"per_trajectory": "1MiB"}}
+    roles, sampling = {"rollout": {"command": ["mine"]}}, {"extras": extras}
+    before = job(slurm={"account": "a", "exclusive": True, "nice": 3}, phases=phases, roles=roles, sampling=sampling)
     after = Job.model_validate(tomllib.loads(as_toml(before)))
     assert resolved(after) == resolved(before)
     assert after.roles.rollout.min_replicas == 1

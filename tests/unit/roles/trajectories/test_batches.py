@@ -115,6 +115,23 @@ def test_masked_runs_and_own_prompts_of_samples_are_in_the_arrays() -> None:
     assert got.trained.tolist() == [3]
 
 
+def test_extras_of_a_share_are_arrays_with_zeros_for_prompts() -> None:
+    first, empty, other, *rest = _part().trajectories
+    with_extras = (
+        msgspec.structs.replace(first, extras=(("image", 0, b"pixels"), ("routes", 2, bytes(range(1, 7))))),
+        msgspec.structs.replace(empty, extras=(("routes", 2, b""),)),
+        msgspec.structs.replace(other, extras=(("routes", 2, b"\7\7"),)),
+    )
+    part = msgspec.structs.replace(_part(), trajectories=(*with_extras, *rest))
+    share = Share(0, 2)
+    mine = [part.trajectories[index].id for index in shares_of(part, share)[0]]
+    got = decode(cut(part, share), share).arrays
+    assert mine == [6, 7]
+    assert got.extras["routes"].tolist() == [[0, 0]] * 3 + [[1, 2], [3, 4], [5, 6]] + [[0, 0]] * 3
+    assert got.sequence_extras == {"image": [b"pixels", b""]}
+    assert decode(part).arrays.extras["routes"].shape == (len(decode(part).arrays.tokens), 2)
+
+
 def test_arrays_are_made_without_decoding_a_trajectory_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrl.roles.trajectories.batches._decode_trajectory", None)
     part = decode(_part())

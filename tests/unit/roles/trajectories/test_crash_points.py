@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,7 @@ from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import ItemsOrdered, Record, TimesObserved, decode
 from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents_script import EPISODE_RECORDS
-from rrl.tests.support.roles.trajectories.crew import open_store
+from rrl.tests.support.roles.trajectories.crew import MARKS, open_store
 from rrl.tests.support.roles.trajectories.script import Script, check
 
 COMPACTS = 900
@@ -36,20 +36,13 @@ STEPS = 10
 Recorded = tuple[Script, FakeDisk]
 
 
-def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script:
+def _scripted(folder: Path, disk: FakeDisk, **changed: Any) -> Script:
     """Run the script to its end, and raise OSError if the disk fails before that."""
 
     def noted(promise: int) -> None:
         disk.note = promise
 
-    script = Script(
-        folder,
-        noted,
-        compact_from=COMPACTS,
-        staleness=STALENESS,
-        wait_for_late=False,
-        checkpoint_every=checkpoint_every,
-    )
+    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS, wait_for_late=False, **changed)
     try:
         script.run(STEPS - 2)
         disk.recording = False
@@ -58,20 +51,20 @@ def _scripted(folder: Path, disk: FakeDisk, checkpoint_every: int = 1) -> Script
     return script
 
 
-def _recorded(folder: Path, checkpoint_every: int) -> Recorded:
+def _recorded(folder: Path, **changed: Any) -> Recorded:
     """Run the whole script on a disk that does not fail; return the script and the disk.
 
     The disk has recorded the folder before and after each call.
     """
     with pytest.MonkeyPatch.context() as patch:
         disk = FakeDisk(folder, patch)
-        script = _scripted(folder, disk, checkpoint_every)
+        script = _scripted(folder, disk, **changed)
     return script, disk
 
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return _recorded(tmp_path_factory.mktemp("store"), 1)
+    return _recorded(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(autouse=True)
@@ -99,11 +92,7 @@ def test_script_covers_every_kind_of_record_and_of_system_call(lived: Recorded) 
 
 
 def _crash_everywhere(
-    recorded: Recorded,
-    tmp_path: Path,
-    cuts: Callable[[int, int], Iterable[int]],
-    distance: int = 1,
-    checkpoint_every: int = 1,
+    recorded: Recorded, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]], distance: int = 1, **changed: Any
 ) -> int:
     """Open and continue every folder that a crash could leave. Return the number of folders.
 
@@ -120,13 +109,7 @@ def _crash_everywhere(
         again = script.calls[max(0, moment.note - 1) : moment.note + 1]
         try:
             check(
-                folder,
-                script.promised[moment.note],
-                STEPS,
-                again,
-                staleness=STALENESS,
-                wait_for_late=False,
-                checkpoint_every=checkpoint_every,
+                folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, wait_for_late=False, **changed
             )
         except BaseException as error:
             error.add_note(f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }")
@@ -148,8 +131,14 @@ def test_crash_at_a_sample_of_calls_keeps_the_batches_of_uncommitted_steps(
     tmp_path: Path, of_calls: int, checkpoint_every: int
 ) -> None:
     (tmp_path / "store").mkdir()
-    recorded = _recorded(tmp_path / "store", checkpoint_every)
-    assert _crash_everywhere(recorded, tmp_path, _around, of_calls, checkpoint_every) > 200
+    recorded = _recorded(tmp_path / "store", checkpoint_every=checkpoint_every)
+    assert _crash_everywhere(recorded, tmp_path, _around, of_calls, checkpoint_every=checkpoint_every) > 200
+
+
+def test_crash_at_a_sample_of_calls_keeps_extras_with_their_tokens(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    recorded = _recorded(tmp_path / "store", extras=MARKS)
+    assert _crash_everywhere(recorded, tmp_path, _around, 9, extras=MARKS) > 200
 
 
 @pytest.mark.long

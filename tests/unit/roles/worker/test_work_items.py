@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from rrl.core.run_spec import ExtraSpec
 from rrl.core.types import Version
 from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.types import Item, Segment
@@ -19,7 +21,7 @@ def segment(trajectory: int, offset: int, *tokens: int) -> Segment:
 @pytest.fixture
 def leased() -> LeasedTrajectories:
     """Return leases of trajectory 4, which is new, and 7, which has two tokens. Each may have up to five tokens."""
-    leased = LeasedTrajectories()
+    leased = LeasedTrajectories({})
     leased.add([Item(4, 1, (9,), (), 5), Item(7, 2, (9,), (segment(7, 0, 3, 4),), 3)])
     return leased
 
@@ -89,6 +91,35 @@ def test_mistake_in_an_append_is_one_line_that_names_the_trajectory(
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
     leased.check([segment(4, 0, 2), segment(7, 2, 3)], [4])  # the refused append has changed nothing
+
+
+def test_wrong_extras_of_a_segment_are_refused_where_they_are_appended() -> None:
+    leased = LeasedTrajectories({"experts": ExtraSpec(per_token=2), "image": ExtraSpec(per_trajectory=8)})
+    experts = {"experts": b"1234"}
+    begun = replace(segment(7, 0, 3, 4), extras={**experts, "image": b"first"})
+    leased.add([Item(4, 1, (9,), (), 5), Item(7, 2, (9,), (begun,), 3)])
+    for wrong, message in (
+        (segment(4, 0, 2), "segment of trajectory 4: extra 'experts' is missing; 1 tokens take 2 bytes, 2 each"),
+        (
+            replace(segment(4, 0, 2), extras={"expert": b"12"}),
+            "segment of trajectory 4: extra 'expert' is not declared",
+        ),
+        (
+            replace(segment(7, 2, 5, 6), extras={**experts, "image": b"other"}),
+            "segment of trajectory 7 (group 2): extra 'image' is in an earlier segment; a trajectory has it once",
+        ),
+    ):
+        with pytest.raises(Misuse) as refused:
+            leased.check([wrong], [])
+        assert str(refused.value).startswith(message)
+    first = replace(segment(4, 0, 2, 3), extras={**experts, "image": b"one"})
+    second = replace(segment(4, 2, 2, 3), extras={**experts, "image": b"two"})
+    with pytest.raises(Misuse, match="extra 'image' is in an earlier segment"):
+        leased.check([first, second], [])
+    leased.appended([first], [], [])
+    with pytest.raises(Misuse, match="extra 'image' is in an earlier segment"):
+        leased.check([second], [])
+    leased.check([first, replace(second, extras=experts)], [])
 
 
 def test_second_segment_of_one_append_continues_the_first(leased: LeasedTrajectories) -> None:
