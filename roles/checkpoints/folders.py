@@ -221,8 +221,11 @@ def exact_folder(run_dir: Path, manifest: dict[str, Any]) -> Path:
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from error
     with contextlib.suppress(OSError):  # another process was faster, or something has changed its folder
-        return made.rename(links)
-    return made
+        made.rename(links)
+    if not _has_exactly(links, files):
+        return made
+    shutil.rmtree(made, ignore_errors=True)
+    return links
 
 
 def _has_exactly(folder: Path, files: Mapping[str, Digest]) -> bool:

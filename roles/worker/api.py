@@ -336,6 +336,15 @@ class Worker:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
+    def digests(self, files: Sequence[Path]) -> dict[str, Digest]:
+        """Make files of a checkpoint durable; return their digests by path relative to the checkpoint's folder.
+
+        In a gang each rank calls this for what it has written, and rank 0 gives the digests of all ranks to
+        :meth:`commit`, which then reads none of these files. ``files`` and the exceptions are those of :meth:`commit`.
+        """
+        described: dict[str, Digest] = describe_files(self.run_dir.path, as_paths(files))["files"]
+        return described
+
     def commit(
         self,
         number: int,
@@ -356,8 +365,7 @@ class Worker:
                 files in a folder belong to the checkpoint, at any depth. They are made durable first.
             metrics: metrics of the step, added to the metrics of the batch. One that has the name of those, such as
                 ``reward``, is reported as ``trainer_reward``.
-            digests: digests, by path relative to the checkpoint's folder, of files that are already durable: in a gang
-                each member makes its own files durable, and only rank 0 commits.
+            digests: results of :meth:`digests`, of files that are already durable.
 
         Raises:
             ValueError: the step or its last part was not returned, or the step is already committed; or a file is no

@@ -12,14 +12,17 @@ from rrl.roles.checkpoints.folders import LINKS
 from rrl.roles.trajectories.durable.log import read_commits
 from rrl.tests.support.light_roles.tree_trainer import DIES_AT
 from rrl.tests.support.listening_manager import wait_until
-from rrl.tests.support.runs import TestRun, check_sound, current_incarnations, light_job, submit_here
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_here
 
 STEPS = 6
+OFTEN = '[recovery]\nbackoff = "100ms"\nfull_restarts = 0\n'
+"""Two deaths in one step would otherwise restart the whole run, after a minute."""
+TRAINER, STORE = ReplicaId("trainer/0"), ReplicaId("trajectories/0")
 NAMES = {f"rank-{rank}/deep/{name}" for rank in range(2) for name in ("state", "more")}
 
 
 def test_rank_killed_in_its_part_and_gang_and_store_killed_before_the_links_are_used(tmp_path: Path) -> None:
-    toml = light_job("local", STEPS, rollouts=1, spares=0, warm=False, one_node=True)
+    toml = light_job("local", STEPS, rollouts=1, spares=0, warm=False, one_node=True, extra=OFTEN)
     toml = toml.replace("light_trainer.py", "tree_trainer.py").replace(
         "[roles.trainer]\n", "[roles.trainer]\nranks = 2\n"
     )
@@ -29,9 +32,9 @@ def test_rank_killed_in_its_part_and_gang_and_store_killed_before_the_links_are_
     assert max(commits) == DIES_AT - 1
     assert links == run.run.path / commits[DIES_AT - 1].manifest["folder"] / LINKS
     assert {path.relative_to(links).as_posix() for path in links.rglob("*") if path.is_file()} == NAMES
-    before = current_incarnations(run.state())
-    for victim in ("trainer/0", "trajectories/0"):
-        pid = before[ReplicaId(victim)][1]
+    before = run.wait(lambda state: all_work(state) and state.replicas[TRAINER].incarnation_number == 2)
+    for victim in (STORE, TRAINER):
+        pid = before.replicas[victim].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     assert _linked(run, 3) == links

@@ -204,8 +204,9 @@ def test_processes_that_link_at_the_same_time_all_get_a_whole_folder(run: RunDir
     _write(folder, "scratch")
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(lambda _: exact_folder(run.path, manifest), range(24))]
-    assert folder not in found
-    assert all(_names(links) == NAMES for links in found)
+    assert {*found} == {folder / LINKS}
+    assert _names(folder / LINKS) == NAMES
+    assert {path.name for path in folder.iterdir()} == {"meta.json", "model", "optimizer", "scratch", LINKS}
 
 
 def test_without_hard_links_the_files_are_copied(run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import queue
 import sys
 import threading
@@ -470,7 +471,9 @@ async def test_next_trainer_gets_the_committed_tree_by_relative_path_and_as_a_fo
             (folder / name).write_text(name)
         with pytest.raises(ValueError, match=r"is not in a folder that me\.checkpoint_dir\(step\) returned"):
             me.commit(1, [folder / "model", folder / ".." / "a"])
-        me.commit(1, [folder / "model", folder / "optimizer"])
+        known = me.digests([folder / "model"])
+        assert known == {"model/a": {"sha256": hashlib.sha256(b"model/a").hexdigest(), "bytes": 7}}
+        me.commit(1, [folder / "model", folder / "optimizer"], digests=known)
         (folder / "left over").touch()
 
     def resume() -> None:
