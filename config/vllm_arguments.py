@@ -22,6 +22,10 @@ _OLD_CACHE = "results computed with older weights would be reused"
 _ONE_MODEL = "trainer and rollouts share the model of [model]"
 _DRAFT = "a draft model would get no new weights"
 
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the extra (``[sampling.extras]``) with the experts that the model's routers chose."""
+_ROUTING = "[sampling.extras.routed_experts] asks for the routing"
+
 RESERVED_ARGUMENTS = {
     "model": "rrl sets it from [model]",
     "model_weights": _TRAINER,
@@ -51,6 +55,8 @@ RESERVED_ARGUMENTS = {
     "kv_transfer_config": _OLD_CACHE,
     "kv_offloading_size": _OLD_CACHE,
     "kv_offloading_backend": _OLD_CACHE,
+    "enable_return_routed_experts": _ROUTING,
+    "aux_output_config": _ROUTING,
     "worker_cls": "rrl uses vLLM's own class",
     "scheduler_cls": "rrl uses vLLM's own class",
     "distributed_executor_backend": _ONE_NODE,

@@ -6,7 +6,9 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -56,6 +58,41 @@ def test_logprobs_match_the_sampled_distribution_across_an_update(engine: Engine
         assert sorted(made.finished) == [item.trajectory for item in given]
         assert made.worst(given, {step: model}, TEMPERATURE)[step] < ATOL
         assert made.worst(given, {step: model}, 1.0)[step] > 0.1, "the temperature has no effect on the probabilities"
+
+
+def test_segments_have_the_routing_of_their_own_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM records the routing only on GPUs (its model runner needs Triton), so the test adds it to the core's output.
+
+    The rows are those of the runner: one for each new token.
+    """
+    core = engine._llm.engine_core  # type: ignore[attr-defined]
+    rows: dict[str, list[bytes]] = {}
+    get_output = core.get_output
+
+    def routed() -> Any:
+        outputs = get_output()
+        for one in outputs.outputs:
+            made = rows.setdefault(one.request_id.partition("-")[0], [])
+            new = [[[len(made) + place, 7], [9, len(one.request_id)]] for place in range(len(one.new_token_ids))]
+            one.routed_experts = np.array(new, np.uint8)
+            made += [np.array(row, np.uint8).tobytes() for row in new]
+        return outputs
+
+    monkeypatch.setattr(core, "get_output", routed)
+    monkeypatch.setattr(engine, "_returns_routing", True)
+    given, made = engines.items(3, max_new=20), Made()
+    engine.add(given)
+    made.steps(engine, 11)
+    engines.load(engine, 1, _B)
+    made.steps(engine, 2)
+    engine.abort([2])
+    made.to_the_end(engine)
+    assert sorted(made.finished) == [0, 1]
+    for trajectory in (0, 1):
+        segments = made.segments[trajectory]
+        assert len(segments) > 1
+        assert b"".join(one.extras["routed_experts"] for one in segments) == b"".join(rows[str(trajectory)])
+        assert all(len(one.extras["routed_experts"]) == 4 * len(one.tokens) for one in segments)
 
 
 def test_running_trajectories_continue_with_new_weights_per_segment(engine: Engine) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import rrl
 from rrl.config.vllm_arguments import RESERVED_ARGUMENTS, installed_arguments
-from rrl.core.run_spec import RoleSpec, RolloutSettings, RunSpec, TokenizerSpec
+from rrl.core.run_spec import ExtraSpec, RoleSpec, RolloutSettings, RunSpec, TokenizerSpec
 from rrl.core.types import Incarnation, ReplicaId, Resources
 from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
@@ -24,11 +24,21 @@ from rrl.tests.support.engine.engines import MEMORY, SPEC, VOCABULARY
 pytestmark = pytest.mark.vllm
 
 
-def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> Any:
+def _configure(
+    folder: Path, lease: int = 16, gpus: int = 0, routed_experts: ExtraSpec | None = None, **given: Any
+) -> Any:
     config.set_environment(1)
     made = config.write_config_folder(skeleton(SPEC, VOCABULARY), folder)
     return config.configure(
-        made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, gpus=gpus, given=given
+        made,
+        dtype="float32",
+        max_length=SPEC.max_length,
+        seed=3,
+        lease=lease,
+        memory=MEMORY,
+        gpus=gpus,
+        given=given,
+        routed_experts=routed_experts,
     )
 
 
@@ -50,6 +60,19 @@ def test_invalid_argument_is_reported_in_one_line(tmp_path: Path, given: dict[st
     with pytest.raises(InvalidEngineConfig, match=expected_text) as caught:
         _configure(tmp_path, **given)
     assert "\n" not in str(caught.value)
+
+
+def test_routing_that_is_not_as_declared_or_not_possible_is_reported_in_one_line(tmp_path: Path) -> None:
+    model = SimpleNamespace(
+        get_total_num_hidden_layers=lambda: 48, get_num_experts_per_tok=lambda: 8, get_num_experts=lambda: 128
+    )
+    config.check_routing(model, ExtraSpec(per_token=384))
+    wanted = r'^\[sampling.extras.routed_experts\] must have per_token = "384B": .* 48 layers x 8 experts x 1 bytes'
+    for wrong in (ExtraSpec(per_token=192), ExtraSpec(per_trajectory=384)):
+        with pytest.raises(InvalidEngineConfig, match=wanted):
+            config.check_routing(model, wrong)
+    with pytest.raises(InvalidEngineConfig, match=r"with \[sampling.extras.routed_experts\]: vLLM \S+ refuses it"):
+        _configure(tmp_path, routed_experts=ExtraSpec(per_token=384))
 
 
 def test_unused_gpu_is_reported_in_one_line(tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 import rrl
 
 from ....config.model_folder import max_length
-from ....config.vllm_arguments import RESERVED_ARGUMENTS, unknown_argument_text
+from ....config.vllm_arguments import RESERVED_ARGUMENTS, ROUTED_EXPERTS, unknown_argument_text
 from ....core.run_dir import write_atomically
+from ....core.run_spec import ExtraSpec
 from ....core.text import exit_invalid_config
+from ....core.units import size_text
 from ...models.tokenizer import Tokenizer
 from ..engine import Engine, sampling_of
 from ..torch_engine import seed_of
@@ -72,6 +74,7 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
             memory=me.job.role(me.launch.role).per_member.mem,
             gpus=me.launch.gpus,
             given=settings.vllm,
+            routed_experts=me.job.sampling.extras.get(ROUTED_EXPERTS),
         )
     except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
@@ -113,6 +116,7 @@ def configure(
     memory: int,
     gpus: int,
     given: Mapping[str, Any],
+    routed_experts: ExtraSpec | None = None,
 ) -> Any:
     """Return vLLM's own configuration (VllmConfig), checked by vLLM.
 
@@ -125,9 +129,10 @@ def configure(
         memory: Memory of the role in bytes.
         gpus: Number of GPUs assigned to the role.
         given: The user's arguments.
+        routed_experts: The extra of this name, if the job declares it.
 
     Raises:
-        InvalidEngineConfig: An argument is invalid, or vLLM cannot be imported.
+        InvalidEngineConfig: An argument is invalid, vLLM cannot be imported, or the routing is not as declared.
     """
     try:
         from vllm import EngineArgs, __version__
@@ -151,6 +156,8 @@ def configure(
         "weight_transfer_config": WeightTransferConfig(backend="rrl"),
         "worker_extension_cls": "rrl.roles.rollout.vllm.weight_transfer.Extension",
     }
+    if routed_experts is not None:
+        own["enable_return_routed_experts"] = True
     cpu = current_platform.is_cpu()
     if gpus and cpu:
         raise InvalidEngineConfig(
@@ -161,14 +168,31 @@ def configure(
     try:
         config = EngineArgs(**(defaults | dict(given) | own)).create_engine_config()
     except Exception as error:  # pydantic, vLLM and transformers each raise their own types
+        routing = "" if routed_experts is None else f" with [sampling.extras.{ROUTED_EXPERTS}]"
         raise InvalidEngineConfig(
-            f"{_KEY} = {dict(given)}: vLLM {__version__} refuses it: {_one_line(error)}"
+            f"{_KEY} = {dict(given)}{routing}: vLLM {__version__} refuses it: {_one_line(error)}"
         ) from error
+    if routed_experts is not None:
+        check_routing(config.model_config, routed_experts)
     if cpu:
         _fit_cpu(config, memory)
         if config.model_config.enforce_eager:
             _disable_compilation()
     return config
+
+
+def check_routing(model: Any, declared: ExtraSpec) -> None:
+    """Compare the declared bytes of a token's routing with those of vLLM: an index of an expert in 1 or 2 bytes.
+
+    vLLM returns the experts of all layers, also of layers that have no router.
+    """
+    layers, chosen = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
+    width = 1 if model.get_num_experts() <= 256 else 2
+    if declared.per_token != (right := layers * chosen * width):
+        raise InvalidEngineConfig(
+            f'[sampling.extras.{ROUTED_EXPERTS}] must have per_token = "{size_text(right)}": vLLM returns'
+            f" {layers} layers x {chosen} experts x {width} bytes of this model"
+        )
 
 
 def _check_names(given: Mapping[str, Any], known: set[str], whose: str) -> None:

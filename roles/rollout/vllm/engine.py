@@ -11,13 +11,16 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from msgspec.structs import asdict
 from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from ....config.vllm_arguments import ROUTED_EXPERTS
 from ....core.types import Version
 from ...launcher.end_report import Diverged
 from ...models.policy import fitting
@@ -56,6 +59,7 @@ class VllmEngine:
             )
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._model = model
+        self._returns_routing: bool = config.aux_output_config.enabled
         self._is_single_process = config.parallel_config.world_size == 1
         self._max_sequences: int = config.scheduler_config.max_num_seqs
         self._max_length: int = config.model_config.max_model_len
@@ -101,6 +105,7 @@ class VllmEngine:
             logprobs=0,  # only of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            routed_experts_prompt_start=len(tokens) - 1,  # that of the position from which a token is sampled
         )
         self._llm.add_request(name, tokens_input(tokens), params)
 
@@ -139,15 +144,39 @@ class VllmEngine:
         """Run one step of vLLM's scheduler."""
         for output in self._llm.step():
             (completion,) = output.outputs
+            running = self._running.get(_trajectory(output.request_id))
+            if running is not None and self._returns_routing:
+                running.routing += self._routing(running, output.request_id, completion)
             for token, logprobs in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 logprob = logprobs[token].logprob
                 if not math.isfinite(logprob):
                     raise Diverged(self._version, f"the log-probability {logprob}")
                 self._tokens += 1
-                if (running := self._running.get(_trajectory(output.request_id))) is not None:
+                if running is not None:
                     running.add(token, logprob, output.prompt_token_ids)
             if output.finished:
                 self._on_finished(_trajectory(output.request_id), completion.finish_reason)
+
+    def _routing(self, running: _RunningTrajectory, request: str, completion: CompletionOutput) -> bytes:
+        """Return the experts that the routers chose where the tokens of this step were sampled, by layer.
+
+        vLLM has a row for each token. It joins the rows of a request in the last output; until then they are only in
+        the request's state.
+        """
+        rows = completion.routed_experts
+        if rows is None:
+            processor = self._llm.output_processor
+            (internal,) = processor.external_req_ids[request]
+            rows = np.concatenate(processor.request_states[internal].routed_experts_chunks[running.steps :])
+            running.steps, running.rows = running.steps + 1, running.rows + len(completion.token_ids)
+        else:
+            rows = rows[running.rows :]
+        if len(rows) != len(completion.token_ids):
+            raise RuntimeError(
+                f"vLLM returned the routing of {len(rows)} tokens for {len(completion.token_ids)} tokens of trajectory"
+                f" {running.trajectory}; this rollout ends and is restarted"
+            )
+        return bytes(rows.tobytes())
 
     def _on_finished(self, trajectory: int, reason: str | None) -> None:
         if reason not in _COMPLETION_REASONS:
@@ -163,11 +192,12 @@ class VllmEngine:
             tokens, logprobs = tuple(trajectory.tokens), tuple(trajectory.logprobs)
             trajectory.path.add(tokens)
             digest = trajectory.path.value()
+            extras = {ROUTED_EXPERTS: bytes(trajectory.routing)} if self._returns_routing else {}
             self._segments.append(
-                Segment(trajectory.trajectory, trajectory.offset, tokens, logprobs, self._version, digest)
+                Segment(trajectory.trajectory, trajectory.offset, tokens, logprobs, self._version, digest, extras)
             )
             trajectory.offset += len(tokens)
-            trajectory.tokens, trajectory.logprobs = [], []
+            trajectory.tokens, trajectory.logprobs, trajectory.routing = [], [], bytearray()
 
     def abort(self, trajectories: Iterable[int]) -> None:
         """Stop extending these trajectories (:meth:`..engine.Engine.abort`)."""
@@ -223,6 +253,10 @@ class _RunningTrajectory:
         self.trajectory, self.offset = trajectory, offset
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.routing = bytearray()
+        """The extra of ``tokens``, if vLLM returns it."""
+        self.steps = self.rows = 0
+        """Number of steps, and of tokens, whose routing was read."""
         self.path = PathDigest()
         self._has_prompt = False
 

@@ -88,9 +88,11 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
     return size
 
 
-def _extras(track: TrajectoryState) -> Iterator[tuple[PackedExtras, int]]:
-    """Yield the extras of each segment of a trajectory, with the number of its tokens."""
-    return ((segment.extras, segment.end - segment.offset) for segment in track.segments)
+def _extras(track: TrajectoryState) -> list[tuple[PackedExtras, int]]:
+    """Return the extras of each segment of a trajectory with the number of its tokens; empty if there are no extras."""
+    if not any(segment.extras for segment in track.segments):
+        return []
+    return [(segment.extras, segment.end - segment.offset) for segment in track.segments]
 
 
 def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:

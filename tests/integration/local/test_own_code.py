@@ -24,7 +24,7 @@ def test_run_samples_with_the_users_engine_and_trains_with_the_users_loss(tmp_pa
     for old, new in (
         ("\nsteps = 300", f"\nsteps = {STEPS}"),
         ("spares = 1", "spares = 0"),
-        ("prompts_per_step = 16", "prompts_per_step = 4"),
+        ("prompts_per_step = 16", 'prompts_per_step = 4\nextras = { experts = { per_token = "6B" } }'),
         ("group_size = 16", "group_size = 4"),
         ("warm_start_steps = 30 ", 'warm = false\nloss = "reinforce:loss" '),
         ("replicas = 2\n", 'engine = "plain_engine:PlainEngine"\n'),

@@ -19,7 +19,7 @@ class PlainEngine:
         materialise(model, torch.device("cpu"))
         self._model, self._stop_tokens, self._lease = model.eval(), tokenizer.stop_tokens, me.job.rollout.lease
         self._items: list[rrl.Item] = []
-        self._version = rrl.Version(0, 0)
+        self._version, self._extras = rrl.Version(0, 0), me.job.sampling.extras
         Path("engine.txt").write_text(str(me.launch.incarnation))
 
     @property
@@ -50,7 +50,8 @@ class PlainEngine:
             logprobs.append(float(distribution[tokens[-1]]))
         if not tokens:
             return None
-        return rrl.Segment(item.trajectory, len(before), tuple(tokens), tuple(logprobs), self._version)
+        extras = {name: bytes(len(tokens) * (extra.per_token or 0)) for name, extra in self._extras.items()}
+        return rrl.Segment(item.trajectory, len(before), tuple(tokens), tuple(logprobs), self._version, extras=extras)
 
     def flush(self) -> StepOutput:
         return [], []

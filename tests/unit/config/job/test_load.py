@@ -538,6 +538,13 @@ WRONG: list[tuple[str, str, str]] = [
         " engine or a command of your own that makes it",
     ),
     (
+        "[roles.rollout]",
+        '[sampling]\nextras.routed_experts.per_token = "8B"\nextras.image.per_trajectory = "1KiB"\n[roles.rollout]\n'
+        'engine = "vllm"',
+        'job.toml:18: sampling.extras.image: [roles.rollout] engine = "vllm" makes only routed_experts; remove this table,'
+        " or set an engine or a command of your own that makes it",
+    ),
+    (
         "[task]",
         '[sampling.extras]\nexperts = { per_token = "8B", per_trajectory = "1KiB" }\n[task]',
         'job.toml:13: sampling.extras.experts: must have exactly one of: per_token = "384B", per_trajectory = "1MiB"',

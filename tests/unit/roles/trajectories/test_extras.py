@@ -10,6 +10,7 @@ from msgspec.structs import astuple, replace
 
 from rrl.core.run_spec import MAX_SEGMENT_EXTRAS, ExtraSpec
 from rrl.roles.trajectories import client, store
+from rrl.roles.trajectories.batches import decode, shard_for
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.durable.records import encode, pack
 from rrl.roles.trajectories.durable.trained_samples import message_bytes
@@ -28,6 +29,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     ROLLOUT,
     TRAINER,
     bind,
+    generate,
     lease,
     mark,
     open_store,
@@ -125,6 +127,19 @@ def test_digest_of_a_batch_covers_the_extras(tmp_path: Path) -> None:
         score(opened)
         digests.add(bind(opened, 1).digest)
     assert len(digests) == 3
+
+
+def test_member_of_a_gang_gets_the_extras_of_its_share_only(tmp_path: Path) -> None:
+    opened = open_store(tmp_path, extras=MARKS)
+    generate(opened, marked=True)
+    score(opened)
+    bound = opened.part(TRAINER, 1)
+    assert isinstance(bound, PartBound)
+    mine = decode(shard_for(bound.part, 1, 3)).trajectories
+    whole = decode(bound.part).trajectories
+    assert [one.extras for one in whole] == [{"mark": mark(one.id, 0, one.tokens)} for one in whole]
+    assert [bool(one.extras) for one in mine] == [True, True, False, False]
+    assert mine[1].extras == whole[1].extras
 
 
 def test_part_is_cut_before_its_extras_exceed_a_message(tmp_path: Path) -> None:
