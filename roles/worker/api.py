@@ -339,10 +339,12 @@ class Worker:
                 durable, and only rank 0 commits.
 
         Raises:
-            ValueError: the step or its last part was not returned, or the step is already committed.
+            ValueError: this is not rank 0, the step or its last part was not returned, or the step is committed.
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
+        if (me := self.launch.incarnation) != me.gang:
+            raise ValueError(f"me.commit({number}, ...) in rank {self.rank}: only rank 0 commits, for all ranks")
         step, files, known = self.uncommitted.get(number), as_paths(files), digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
