@@ -368,11 +368,13 @@ class Worker:
             digests: results of :meth:`digests`, of files that are already durable.
 
         Raises:
-            ValueError: the step or its last part was not returned, or the step is already committed; or a file is no
-                regular file of the checkpoint's folder.
+            ValueError: this is not rank 0, the step or its last part was not returned, or the step is committed; or a
+                file is no regular file of the checkpoint's folder.
             Fenced: a newer incarnation has taken over.
         """
         self._connection.faults.trigger(working=True)
+        if (me := self.launch.incarnation) != me.gang:
+            raise ValueError(f"me.commit({number}, ...) in rank {self.rank}: only rank 0 commits, for all ranks")
         step = self.uncommitted.with_metrics(number, metrics or {})
         manifest = describe_files(self.run_dir.path, as_paths(files), digests or {})
         earlier = self.uncommitted.before(number)
