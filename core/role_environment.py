@@ -171,6 +171,9 @@ _LAUNCHER_PREFIXES = frozenset(
 torch, Hugging Face and mpi4py misread such variables (docs/sources.md, sites), so they are never passed on, even if the
 job requests it. rrl sets its own variables for each role."""
 
+RENDEZVOUS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of ``torch.distributed`` that :func:`rrl.join` sets for each incarnation."""
+
 
 def is_launcher_variable(name: str) -> bool:
     """Return whether a variable belongs to Slurm, PMI, MPI or rrl, and is therefore never passed on to a role."""

@@ -74,7 +74,8 @@ def build_directory(state: State, number: int) -> Peers:
 
 def _peer(replica: Replica) -> Peer:
     joined = replica.status is Status.JOINED
-    return Peer(replica.incarnation, replica.listen_address, joined, replica.weight_address if joined else None)
+    weights = replica.weight_address if joined else None
+    return Peer(replica.incarnation, replica.listen_address, joined, weights, replica.rendezvous_address)
 
 
 def _may_commit(state: State, replica: Replica) -> bool:

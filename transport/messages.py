@@ -41,6 +41,8 @@ class Hello(Struct, frozen=True, tag=True):
     listen_address: str | None = None
     """``tcp://host:port`` of the service that this replica offers (the trajectory store); None if it offers no
     service."""
+    rendezvous_address: str | None = None
+    """``tcp://host:port`` of torch's store at which the members of this gang meet; only from its rank 0."""
     weight_address: str | None = None
     """``<transport>://host:port`` at which the replica's weight versions can be pulled; None if it serves no
     weights."""
@@ -299,6 +301,8 @@ class Peer(Struct, frozen=True):
     weight_address: str | None = None
     """Address at which its weight versions can be pulled; None if it serves no weights. The trajectory store knows
     which versions it has."""
+    rendezvous_address: str | None = None
+    """Address at which the members of this gang meet; None for other members than rank 0."""
 
 
 class Peers(Struct, frozen=True, tag=True):
@@ -327,7 +331,7 @@ class Admitted(Struct, frozen=True, tag=True):
 class Welcome(Struct, frozen=True, tag=True):
     """Sent to a worker that has joined. Ranks are assigned by this message only.
 
-    The members of a gang meet at the address where its first member listens (see ``Peers``).
+    The members of a gang meet at the address that its first member reports (see ``Peer``).
     """
 
     incarnation: Incarnation

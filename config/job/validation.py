@@ -18,6 +18,7 @@ from ...core.faults import (
     validate_fault,
 )
 from ...core.phases import PHASES
+from ...core.role_environment import RENDEZVOUS_VARIABLES
 from ...core.run_spec import MAX_SEGMENT_EXTRAS
 from ...core.units import duration_text, size_text
 from ..import_paths import ENGINES
@@ -64,6 +65,7 @@ def check(job: Job) -> None:
     for name, role in job.every_role().items():
         _gang(job.table_of(name), role)
         _role(job, name, role)
+    _passed(job)
     _notify(job)
     _donor_rollouts(job)
     _standby_rollouts(job)
@@ -71,6 +73,16 @@ def check(job: Job) -> None:
     _engine(job)
     _faults(job)
     _track(job)
+
+
+_SET_BY_JOIN = "rrl.join() sets this variable for each incarnation of a replica"
+
+
+def _passed(job: Job) -> None:
+    """Reject variables of the submitting shell that would say where the ranks of a replica meet."""
+    for place, variable in enumerate(job.env.passed):
+        if variable in RENDEZVOUS_VARIABLES:
+            raise mistake(("env", "passed", place), f'"{variable}": {_SET_BY_JOIN}; remove it')
 
 
 def _work(job: Job) -> None:
@@ -448,6 +460,9 @@ def _engine(job: Job) -> None:
 
 def _role(job: Job, name: str, role: Role) -> None:
     at, form = job.table_of(name), job.cluster.form
+    for variable in RENDEZVOUS_VARIABLES if getattr(role, "watch", "api") == "api" else ():
+        if variable in role.env:
+            raise mistake((*at, "env", variable), f"{_SET_BY_JOIN}; remove it")
     if role.min_replicas is not None and role.min_replicas > role.replicas:
         raise mistake(
             (*at, "min_replicas"),

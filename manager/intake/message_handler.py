@@ -356,18 +356,15 @@ class MessageHandler:
         if owns_gpus:
             await self.standby_promoter.send_postponed()
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
-        announced = (message.listen_address, message.weight_address, message.pid, message.node)
-        if replica.status is not Status.JOINED or announced != (
+        addresses = (message.listen_address, message.weight_address, message.rendezvous_address)
+        if replica.status is not Status.JOINED or (*addresses, message.pid, message.node) != (
             replica.listen_address,
             replica.weight_address,
+            replica.rendezvous_address,
             replica.pid,
             replica.node,
         ):
-            self._context.record(
-                ev.Joined(
-                    incarnation, message.node, message.host, message.pid, message.listen_address, message.weight_address
-                )
-            )
+            self._context.record(ev.Joined(incarnation, message.node, message.host, message.pid, *addresses))
         self._update_phase(incarnation, message.phase)
         held = replica.weight_version
         if message.weight_version not in (None, held) and (held is None or is_trainer(incarnation.replica)):

@@ -140,6 +140,7 @@ class Joined(Struct, frozen=True, tag=True):
     pid: int
     listen_address: str | None = None
     weight_address: str | None = None
+    rendezvous_address: str | None = None
 
 
 class StepEnded(Struct, frozen=True, tag=True):

@@ -59,6 +59,7 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
                 note="",
                 listen_address=None,
                 weight_address=None,
+                rendezvous_address=None,
                 preferred_node=None,
             )
             state = _drop_findings(state, standby)
@@ -82,6 +83,7 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
         outside=None,
         listen_address=None,
         weight_address=None,
+        rendezvous_address=None,
         weight_version=None,
         advanced=False,
         preferred_node=None,
@@ -360,6 +362,7 @@ def on_joined(state: State, at: float, event: ev.Joined) -> State:
         pid=event.pid,
         listen_address=event.listen_address,
         weight_address=event.weight_address,
+        rendezvous_address=event.rendezvous_address,
         ever_joined=True,
         returned=False,
     )

@@ -133,6 +133,7 @@ class Replica(Struct, frozen=True):
     """Manager's time (s) since which it waits for that."""
     listen_address: str | None = None
     weight_address: str | None = None
+    rendezvous_address: str | None = None
     weight_version: Version | None = None
     failures: tuple[FailedIncarnation, ...] = ()
     uncharged_restart: UnchargedRestart | None = None

@@ -1,12 +1,11 @@
 """The process group of one trainer incarnation, and the parts of batches that its ranks receive together.
 
-Each incarnation has its own rendezvous: rank 0 opens a torch key-value store and announces its address through the
-manager. The other ranks wait for the announcement. Neither torch's store nor gloo authenticates its peers. Both listen
-only at the run's own address (rrl binds the store's socket, since torch would bind every interface), and received data
-is never unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the
-store, and read and change the data that ranks exchange. Keys differ between incarnations, so that members of two
-incarnations cannot form a group by mistake. All groups are created at the start, because no group can be created once
-rank 0's store is gone (docs/sources.md, torch).
+Each incarnation has its own rendezvous, a torch key-value store of rank 0 (:mod:`rrl.roles.worker.rendezvous`). Neither
+torch's store nor gloo authenticates its peers. Both listen only at the run's own address, and received data is never
+unpickled (:mod:`.exchange`). But a process that reaches this address can list and change the keys of the store, and
+read and change the data that ranks exchange. Keys differ between incarnations, so that members of two incarnations
+cannot form a group by mistake. All groups are created at the start, because no group can be created once rank 0's store
+is gone (docs/sources.md, torch).
 
 Each rank requests its share of a part from the trajectory store (:mod:`rrl.roles.trajectories.partition`): the tokens
 of the rank's own trajectories, and the values of all other trajectories that the whole step needs.
@@ -18,7 +17,6 @@ import hashlib
 import hmac
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,12 +35,11 @@ import rrl
 
 from ...core.phases import WAIT_DATA
 from ...core.types import STORE, Incarnation, member_id
-from ...transport.address import NoAddress, interfaces
 from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
 from ..trajectories.batches import Part
-from ..worker.connection import Stopping
+from ..worker.rendezvous import await_peers, bind_to_address
 from . import exchange
 
 _log = logging.getLogger("rrl.trainer")
@@ -58,8 +55,6 @@ detects a hung member much earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
 a death. If a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
-_STOP_POLL_S = 0.2
-"""Seconds between two checks whether the manager has requested a stop."""
 _LOST_MEMBER_TEXTS = (
     "gloo",
     "Gloo",
@@ -155,20 +150,16 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     device = assigned_device(me.launch)
     if me.world == 1 and compute_dtype == torch.float32:
         return Gang(device=device)
-    _bind_to_address(me.host)
+    bind_to_address(me.host)
     first = me.launch.incarnation.gang
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    store: TCPStore | HashStore | None = None
-    if me.world == 1:
-        store = HashStore()
-    elif me.rank == 0:
-        store = _open_store(me)
-    address = _await_members(me, first) if me.world > 1 else ""
+    if me.world > 1:
+        _await_members(me, first)
     with _exit_after(
         RENDEZVOUS_TIMEOUT_S,
         f"{me.launch.incarnation}: the {me.world} members of {first} did not connect within {RENDEZVOUS_TIMEOUT_S:g} s",
     ):
-        store = store or _connect_store(address)
+        store = _connect_store() if me.world > 1 else HashStore()
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
@@ -219,62 +210,23 @@ def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 
 
-def _bind_to_address(address: str) -> None:
-    """Make gloo and NCCL listen at the run's own address, by setting their interface variables.
-
-    Variables that the job's environment sets are not changed.
-
-    Raises:
-        NoAddress: No interface has the address, so that gloo would choose an interface by itself.
-    """
-    name = next((interface.name for interface in interfaces() if interface.address == address), None)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        raise NoAddress(f"no interface of this node has the address {address}, at which the ranks must meet")
-
-
 def _store_prefix(secret: bytes, gang: Incarnation) -> str:
     return hmac.digest(secret, f"gang {gang}".encode(), hashlib.sha256).hex()
 
 
-def _open_store(me: rrl.Worker) -> TCPStore:
-    """Open torch's store on a bound socket of this process, because torch itself would listen on every interface."""
-    with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
-        port = int(listening.getsockname()[1])
-        fd = os.dup(listening.fileno())
-        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        store = TCPStore(me.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
-    me.announce(f"tcp://{me.host}:{port}")
-    return store
+def _await_members(me: rrl.Worker, first: Incarnation) -> None:
+    """Wait until all members of the gang whose rank 0 is ``first`` have joined; raise Stopping on a stop request."""
+    members = {Incarnation(member_id(first.replica, rank), first.number) for rank in range(me.world)}
+
+    def complete(peers: Peers) -> bool | None:
+        return {peer.incarnation for peer in peers.peers.values() if peer.joined} >= members or None
+
+    await_peers(me.on_peers, me.stopping, complete)
 
 
-def _await_members(me: rrl.Worker, first: Incarnation) -> str:
-    """Wait until all members have joined, and return the address of torch's store.
-
-    ``first`` is the incarnation of rank 0, which announces this address. Raises Stopping if a stop is requested.
-    """
-    members = [Incarnation(member_id(first.replica, rank), first.number) for rank in range(me.world)]
-    address: list[str] = []
-    complete = threading.Event()
-
-    def on_peers(peers: Peers) -> None:
-        joined = {peer.incarnation: peer.listen_address for peer in peers.peers.values() if peer.joined}
-        if joined.keys() >= set(members) and (listens := joined[first]):
-            address.append(listens)
-            complete.set()
-
-    me.on_peers(on_peers)
-    while not complete.wait(_STOP_POLL_S):
-        if me.stopping.is_set():
-            raise Stopping
-    return address[0]
-
-
-def _connect_store(address: str) -> TCPStore:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return TCPStore(host, int(port), None, False, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False)
+def _connect_store() -> TCPStore:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, None, False, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_for_workers=False)
 
 
 @contextmanager

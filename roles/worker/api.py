@@ -35,6 +35,7 @@ from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import Batch, Part
 from ..trajectories.types import A, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
+from . import rendezvous
 from .connection import ManagerConnection, Stopping
 from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
@@ -74,6 +75,9 @@ class Worker:
         role, heartbeat = self.job.role(launch.role), float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1"))
         self.options: Mapping[str, Any] = role.options
         """The ``options`` of this role's ``[commands.NAME]``; empty if the role is not defined there."""
+        self._built_in = role.built_in
+        self._rendezvous: object = None
+        """Torch's store, if this process hosts the one of its gang."""
         self._connection = ManagerConnection(launch, run, keys, heartbeat, self.job.transport, role.traits)
         self._data = StepData(self._connection, self.job.sampling, lambda: self.phase("wait_data"))
         self.uncommitted = self._data.uncommitted
@@ -86,10 +90,10 @@ class Worker:
         self._manifest: dict[str, Any] | None = None
 
     def __enter__(self) -> Worker:
-        """Wait until the manager has welcomed this incarnation.
+        """Wait until the manager has welcomed this incarnation, and set the variables of torch.distributed.
 
-        A standby process waits here, for minutes or days, until it is promoted. If its stop is requested before the
-        promotion, this raises SystemExit.
+        A standby process waits here, for minutes or days, until it is promoted. A rank waits for its rank 0
+        (:mod:`.rendezvous`). If a stop is requested during these waits, this raises SystemExit.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):  # so a KeyboardInterrupt always comes from the role's code
@@ -98,11 +102,12 @@ class Worker:
         started_as_standby = self.launch.standby
         try:
             self._connection.start()
+            if started_as_standby:
+                restore_priority()
+            self._rendezvous = rendezvous.prepare(self._connection, self._built_in)
         except Stopping:
             self._connection.close()
             raise SystemExit(0) from None
-        if started_as_standby:
-            restore_priority()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -111,6 +116,7 @@ class Worker:
             self._connection.send(Goodbye(self.launch.incarnation))
             self._connection.stopping.wait(GOODBYE_TIMEOUT_S)  # the manager must get the Goodbye before the exit
         self._connection.close()
+        self._rendezvous = None
         return kind is not None and issubclass(kind, Stopping)
 
     # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -141,6 +141,7 @@ class ManagerConnection:
         self.status = WorkStatus(STANDBY if launch.standby else "starting")
         self._reported_phase, self._clock_sent_at = "", -inf
         self._listen_address: str | None = None
+        self._rendezvous_address: str | None = None
         self._weight_address: str | None = None
         self._peers_callbacks: list[Callable[[msg.Peers], None]] = []
         self._welcomed, self._new_version = threading.Event(), threading.Event()
@@ -231,6 +232,11 @@ class ManagerConnection:
     def announce(self, listens: str) -> None:
         """Report ``listens`` as the address of this replica's service."""
         self._listen_address = listens
+        self.call_soon(self._resend_hello)
+
+    def announce_rendezvous(self, address: str) -> None:
+        """Report ``address`` as that of the store at which the members of this gang meet."""
+        self._rendezvous_address = address
         self.call_soon(self._resend_hello)
 
     def on_commit(self, steps: Sequence[StepMetrics]) -> None:
@@ -378,6 +384,7 @@ class ManagerConnection:
             pid=os.getpid(),
             phase=self._reported_phase,
             listen_address=self._listen_address,
+            rendezvous_address=self._rendezvous_address,
             weight_address=self._weight_address,
             weight_version=self._held_version(),
             gpus=self._gpus,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import rank_of
 from rrl.tests.support.plain_user import PlainUser, popen_as
 from rrl.tests.support.runs import QUICKSTART, RRL, TestRun, with_light_task, write_job
 from rrl.tests.support.security.sockets import PartBound, bound_by
@@ -22,6 +23,32 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 
 _START_TIMEOUT_S = 300.0
 """Time limit (s) for two ranks and a rollout to load torch on a busy two-core machine."""
+
+
+OWN_PROGRAMS = """
+[run]
+name = "own"
+
+[cluster]
+kind = "local"
+
+[commands.pair]
+command = ["python", "meets.py"]
+ranks = 2
+
+[commands.alone]
+command = ["python", "meets.py"]
+"""
+OWN_PROGRAM = """
+import torch
+import rrl
+
+with rrl.join() as me:
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    me.progress()
+    me.stopping.wait()
+"""
 
 
 @pytest.fixture
@@ -37,9 +64,21 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
     ):
         assert toml.count(shipped) == 1, shipped
         toml = toml.replace(shipped, tested)
-    toml += '\n[transport]\nweights = "tcp"\n'
-    folder = owner.home / "gang"
+    yield from _run_of(owner, "gang", toml + '\n[transport]\nweights = "tcp"\n')
+
+
+@pytest.fixture
+def own_gang_run(owner: PlainUser) -> Iterator[TestRun]:
+    """Yield a run of programs that use torch.distributed without naming an address: two ranks, and a single process."""
+    yield from _run_of(owner, "own", OWN_PROGRAMS, {"meets.py": OWN_PROGRAM})
+
+
+def _run_of(owner: PlainUser, name: str, toml: str, programs: Mapping[str, str] | None = None) -> Iterator[TestRun]:
+    folder = owner.home / name
     owner.call(folder.mkdir, timeout_s=30)
+    for program, text in (programs or {}).items():
+        (folder / program).write_text(text)
+        os.chown(folder / program, owner.uid, -1)
     job = write_job(folder, toml)
     end_runs_with_caller(folder / "runs")
 
@@ -82,6 +121,19 @@ def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> 
             # one
             assert len(mine) >= 2, f"{rank.id} listens on fewer than two sockets: {mine}"
     assert not [one for one in found if one.kind == "udp"]
+
+
+@pytest.mark.torch
+def test_every_socket_of_a_users_own_gang_is_bound_to_loopback(own_gang_run: TestRun) -> None:
+    state = own_gang_run.wait(lambda s: all(one.ever_worked for one in s.workers), timeout_s=_START_TIMEOUT_S)
+    found = bound_by(own_gang_run.processes())
+    outside = [one for one in found if not one.stays_on_this_machine]
+    assert outside == [], f"reached from outside: {outside}"
+    assert len(list(state.workers)) == 3
+    for rank in state.workers:
+        mine = [one for one in found if one.pid == rank.pid]
+        hosts_store = rank_of(rank.id) == 0
+        assert len(mine) >= 1 + hosts_store, f"{rank.id} does not listen for gloo, or not for torch's store: {mine}"
 
 
 def test_sockets_of_each_kind_are_found_with_the_address_that_they_are_bound_to() -> None:

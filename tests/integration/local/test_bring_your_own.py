@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.core.run_spec import Limits
-from rrl.tests.support.runs import TestRun, check_records, check_sound, submit_here
+from rrl.tests.support.runs import TIMEOUT_S, TestRun, check_records, check_sound, submit_here
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHIPPED = sorted(EXAMPLES.rglob("*.toml"))
@@ -61,6 +62,25 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
     kept = sorted(folder.name.partition(".")[0] for folder in run.run.checkpoints.iterdir())
     assert kept == ["step-39", "step-40"], "the user's trainer did not keep exactly its newest 2 checkpoints"
     assert state.token_ages.steps, "rrl status has no ages of tokens to show"
+
+
+@pytest.mark.torch
+def test_own_fsdp_ranks_meet_again_after_one_is_killed_and_train_every_group_once(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "fsdp", tmp_path, dirs_exist_ok=True)
+    toml = (tmp_path / "job.toml").read_text()
+    for old, new in (("steps = 80", "steps = 40"), ("step=40", "step=12"), ("donor_rollouts = 0", "warm = false")):
+        assert old in toml
+        toml = toml.replace(old, new)
+    run = submit_here(tmp_path, toml)
+    state = run.wait_end(timeout_s=2 * TIMEOUT_S)  # four processes import transformers, two of them twice
+    assert (state.outcome, state.step) == ("completed", 40), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert _recovered(run).keys() == {"trainer/0.1"}
+    steps = json.loads((run.run.store / "audit.json").read_text())["steps"]
+    groups = [group for of_step in steps.values() for group in of_step]
+    assert (len(steps), len(groups), len(set(groups))) == (40, 40 * 16, 40 * 16)
+    assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.2, "the reward did not grow by 0.2"
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "bring-your-own.md"

@@ -513,7 +513,7 @@ class Actor:
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
         phase = _PHASE.get(self.role, "serve")
         self._send(
-            msg.Hello(self.incarnation, self.tag, self.node, self.node, 2, phase, None, None, holds, gpus=self.gpus)
+            msg.Hello(self.incarnation, self.tag, self.node, self.node, 2, phase, weight_version=holds, gpus=self.gpus)
         )
 
     def finds(self, finding: Finding) -> None:

@@ -16,7 +16,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Incarnation
+from rrl.core.types import Incarnation, rank_of
 from rrl.roles.trajectories.episodes.requests import StoreRequest as Request
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
@@ -48,6 +48,9 @@ JOB = resolve(
 class Manager(FirstManager):
     """Welcomes every worker once ``welcoming`` is set, and sends all workers the addresses of store and workers."""
 
+    world = 1
+    """Number of ranks of each replica."""
+
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener)
         self.welcoming = asyncio.Event()
@@ -64,8 +67,10 @@ class Manager(FirstManager):
                 await self._welcome(incoming.peer, incoming.message)
 
     async def _welcome(self, peer: bytes, hello: Hello) -> None:
-        self._add(Peer(hello.incarnation, hello.listen_address, True, hello.weight_address))
-        await self.listener.send(peer, Welcome(hello.incarnation, self.current))
+        addresses = hello.weight_address, hello.rendezvous_address
+        self._add(Peer(hello.incarnation, hello.listen_address, True, *addresses))
+        rank = rank_of(hello.incarnation.replica)
+        await self.listener.send(peer, Welcome(hello.incarnation, self.current, rank, self.world))
         for other in self.peers:
             if other != hello.incarnation and other.replica in self.current.peers:
                 await self.send(other, self.current)

@@ -215,9 +215,9 @@ class Stage:
         while True:
             incoming = await self._listener.receive()
             match incoming.message:
-                case Hello(incarnation=incarnation, listen_address=listens):
+                case Hello(incarnation=incarnation, rendezvous_address=store):
                     self._lines[incarnation] = incoming.peer
-                    self._peers[incarnation.replica] = Peer(incarnation, listens, joined=True)
+                    self._peers[incarnation.replica] = Peer(incarnation, joined=True, rendezvous_address=store)
                     self.store.update_membership(peer.incarnation for peer in self._peers.values())
                     welcome = Welcome(
                         incarnation, self._snapshot_servers_message(), rank_of(incarnation.replica), self.world

@@ -672,6 +672,17 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[task]",
+        '[roles.trainer]\ncommand = ["x"]\nranks = 2\nenv = { MASTER_PORT = "29500" }\n[task]',
+        "job.toml:15: roles.trainer.env.MASTER_PORT: rrl.join() sets this variable for each incarnation of a replica;"
+        " remove it",
+    ),
+    (
+        "[task]",
+        '[env]\npassed = ["HF_HOME", "RANK"]\n[task]',
+        'job.toml:13: env.passed[1]: "RANK": rrl.join() sets this variable for each incarnation of a replica; remove it',
+    ),
+    (
+        "[task]",
         "[roles.trajectories]\nranks = 2\n[task]",
         "job.toml:13: roles.trajectories.ranks: the store is one process; remove this key",
     ),

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.trainer import process_group as gang_module
 from rrl.roles.trainer.process_group import Gang, is_lost_member
 from rrl.roles.worker.connection import Stopping
-from rrl.transport.address import NoAddress
 from rrl.transport.messages import Peer, Peers
 
 pytestmark = pytest.mark.torch
 
 FIRST = Incarnation(ReplicaId("trainer/0"), 3)
 SECOND = Incarnation(ReplicaId("trainer/0.1"), 3)
-_LISTENS = "0A"
-"""State of a listening socket in /proc/net/tcp (proc(5))."""
-
-
-class Member(SimpleNamespace):
-    """A member that waits for the addresses of the others.
-
-    It receives the peer directories ``says`` in this order.
-    """
-
-    def __init__(self, *says: Peers) -> None:
-        super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(incarnation=SECOND))
-        self.offers = says
-        self.requests = 0
-        self.announced = ""
-        self.stopping = SimpleNamespace(is_set=lambda: True)
-
-    def on_peers(self, callback: Any) -> None:
-        for peers in self.offers:
-            callback(peers)
-
-    def announce(self, listens: str) -> None:
-        self.announced = listens
 
 
 def _answers(*peers: Peer) -> Peers:
@@ -55,57 +28,29 @@ def _older(incarnation: Incarnation) -> Incarnation:
     return Incarnation(incarnation.replica, incarnation.number - 1)
 
 
-def _place(*says: Peers) -> str:
-    me: Any = Member(*says)
-    return gang_module._await_members(me, FIRST)
+def _await_members(directory: Peers) -> None:
+    """Wait as the second of two members, which gets ``directory``, and then to stop."""
+    stopping = SimpleNamespace(is_set=lambda: True)
+    me: Any = SimpleNamespace(world=2, on_peers=lambda callback: callback(directory), stopping=stopping)
+    gang_module._await_members(me, FIRST)
 
 
-def test_member_connects_to_the_address_of_rank_0_of_its_own_incarnation() -> None:
-    here, second = Peer(FIRST, "tcp://h:1", joined=True), Peer(SECOND, joined=True)
-    assert _place(_answers(here, second)) == "tcp://h:1"
+def test_member_connects_once_all_members_of_its_own_incarnation_have_joined() -> None:
+    _await_members(_answers(Peer(FIRST, joined=True), Peer(SECOND, joined=True)))
 
 
 @pytest.mark.parametrize(
-    "expected_text",
+    "directory",
     [
-        pytest.param(_answers(Peer(_older(FIRST), "tcp://h:1", True), Peer(SECOND, joined=True)), id="the gang before"),
-        pytest.param(_answers(Peer(FIRST, None, True), Peer(SECOND, joined=True)), id="no place yet"),
-        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True), Peer(SECOND)), id="a member has not joined"),
-        pytest.param(
-            _answers(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"
-        ),
-        pytest.param(_answers(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
+        pytest.param(_answers(Peer(_older(FIRST), None, True), Peer(SECOND, joined=True)), id="the gang before"),
+        pytest.param(_answers(Peer(FIRST, None, True), Peer(SECOND)), id="a member has not joined"),
+        pytest.param(_answers(Peer(FIRST, None, True), Peer(_older(SECOND), None, True)), id="a member of before"),
+        pytest.param(_answers(Peer(FIRST, None, True)), id="a member is missing"),
     ],
 )
-def test_member_waits_until_all_have_joined_and_leaves_on_a_stop_request(expected_text: Peers) -> None:
+def test_member_waits_until_all_have_joined_and_leaves_on_a_stop_request(directory: Peers) -> None:
     with pytest.raises(Stopping):
-        _place(expected_text)
-
-
-def test_process_group_uses_the_interface_of_the_runs_address_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that the monkeypatch removes the variables after the test
-        monkeypatch.delenv(name)
-    with pytest.raises(NoAddress, match=r"no interface of this node has the address 203\.0\.113\.1"):
-        gang_module._bind_to_address("203.0.113.1")
-    gang_module._bind_to_address("127.0.0.1")
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-
-
-def test_store_listens_only_at_the_address_of_the_run() -> None:
-    me: Any = Member()
-    store = gang_module._open_store(me)
-    host, _, port = me.announced.removeprefix("tcp://").partition(":")
-    assert host == "127.0.0.1"
-    listening = [
-        line.split()[1]
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        if line.split()[3] == _LISTENS and line.split()[1].endswith(f":{int(port):04X}")
-    ]
-    assert listening == [f"0100007F:{int(port):04X}"]
-    assert isinstance(gang_module._connect_store(me.announced), TCPStore)
-    del store
+        _await_members(directory)
 
 
 def test_key_prefixes_of_gangs_are_unique_across_runs_and_incarnations() -> None:

@@ -10,15 +10,16 @@ from msgspec.structs import astuple, replace
 
 from rrl.core.run_spec import MAX_SEGMENT_EXTRAS, ExtraSpec
 from rrl.roles.trajectories import client, store
-from rrl.roles.trajectories.batches import decode, shard_for
+from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.durable.records import encode, pack
 from rrl.roles.trajectories.durable.trained_samples import message_bytes
 from rrl.roles.trajectories.episodes.requests import EndTurn
 from rrl.roles.trajectories.extras import pack_extras
+from rrl.roles.trajectories.partition import cut, shares_of
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Append, Denied, Done, PartBound, Segment, Trajectory
+from rrl.roles.trajectories.types import Append, Denied, Done, PartBound, Segment, Share, Trajectory
 from rrl.tests.support.roles.trajectories.agents import AGENTS, ask, episodes, finish, open_agents_store, reopened
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
@@ -135,11 +136,13 @@ def test_member_of_a_gang_gets_the_extras_of_its_share_only(tmp_path: Path) -> N
     score(opened)
     bound = opened.part(TRAINER, 1)
     assert isinstance(bound, PartBound)
-    mine = decode(shard_for(bound.part, 1, 3)).trajectories
+    share = Share(1, 3, "sequence")
+    mine = shares_of(bound.part, share)[1]
+    received = decode(cut(bound.part, share), share).trajectories
     whole = decode(bound.part).trajectories
     assert [one.extras for one in whole] == [{"mark": mark(one.id, 0, one.tokens)} for one in whole]
-    assert [bool(one.extras) for one in mine] == [True, True, False, False]
-    assert mine[1].extras == whole[1].extras
+    assert [index for index, one in enumerate(received) if one.extras] == mine
+    assert [received[index].extras for index in mine] == [whole[index].extras for index in mine]
 
 
 def test_part_is_cut_before_its_extras_exceed_a_message(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import ExitReason, ExitRecord, Launch, tag_of
+from rrl.core.role_environment import RENDEZVOUS_VARIABLES
 from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.launcher.environment import GPUS_ENV
@@ -23,6 +24,7 @@ from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.worker_scene import Manager, Scene
+from rrl.transport.control.endpoints import Listener
 from rrl.transport.messages import (
     AdmissionRequest,
     Admitted,
@@ -33,6 +35,7 @@ from rrl.transport.messages import (
     Hello,
     Inject,
     Injected,
+    Peer,
     Promote,
     StepCommitted,
     Stop,
@@ -84,19 +87,13 @@ def promotion(scene: Scene, incarnation: Incarnation = MEMBER) -> Promote:
 
 
 class Ranks(Manager):
-    """A manager whose Welcome gives each member its rank."""
+    """A manager that names the address at which the two ranks of a trainer meet."""
 
-    async def serve(self) -> None:
-        while True:
-            incoming = await self.listener.receive()
-            message = incoming.message
-            self.received.append(message)
-            self.peers[message.incarnation] = incoming.peer
-            if isinstance(message, Hello):
-                welcome = Welcome(
-                    message.incarnation, self.current, 0 if message.incarnation == STANDBY_PROCESS else 1, 2
-                )
-                await self.listener.send(incoming.peer, welcome)
+    world = 2
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
+        self._add(Peer(MEMBER.gang, joined=True, rendezvous_address="tcp://n7:29"))
 
 
 @pytest.fixture
@@ -105,8 +102,12 @@ def ranks(scene: Scene) -> None:
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scene, ranks: None) -> None:
+@pytest.mark.torch
+async def test_standby_reports_its_phase_and_waits_for_its_promotion(
+    scene: Scene, ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     me = standby_worker(scene)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     begun = threading.Event()
     async with scene.manager() as manager:
         role = scene.start(me, works(me, begun))
@@ -125,6 +126,7 @@ async def test_standby_reports_its_phase_and_waits_for_its_promotion(scene: Scen
         )
         await eventually(begun.is_set)
         assert (me.launch.incarnation, me.launch.tag, me.rank, me.world) == (MEMBER, hello.tag, 1, 2)
+        assert [os.environ[name] for name in RENDEZVOUS_VARIABLES] == ["1", "2", "0", "1", "n7", "29"]
         assert me.options == {}
         await manager.stop(MEMBER)
         await role.end()
