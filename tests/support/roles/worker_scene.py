@@ -16,7 +16,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Incarnation
+from rrl.core.types import Incarnation, rank_of
 from rrl.roles.trajectories.episodes.requests import StoreRequest as Request
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
@@ -48,6 +48,9 @@ JOB = resolve(
 class Manager(FirstManager):
     """Welcomes every worker once ``welcoming`` is set, and sends all workers the addresses of store and workers."""
 
+    world = 1
+    """Number of members of a gang, as the Welcome tells its members."""
+
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener)
         self.welcoming = asyncio.Event()
@@ -65,7 +68,8 @@ class Manager(FirstManager):
 
     async def _welcome(self, peer: bytes, hello: Hello) -> None:
         self._add(Peer(hello.incarnation, hello.listen_address, True, hello.weight_address))
-        await self.listener.send(peer, Welcome(hello.incarnation, self.current))
+        welcome = Welcome(hello.incarnation, self.current, rank_of(hello.incarnation.replica), self.world)
+        await self.listener.send(peer, welcome)
         for other in self.peers:
             if other != hello.incarnation and other.replica in self.current.peers:
                 await self.send(other, self.current)
