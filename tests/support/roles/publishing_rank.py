@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import rrl
@@ -50,36 +50,44 @@ class Rank:
         assert self.process.stdout is not None
         return int(await asyncio.wait_for(self.process.stdout.readline(), TIMEOUT_S))
 
+    async def kill(self) -> None:
+        """End the process, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
     async def waits(self, manager: Manager) -> None:
         """Wait until the rank has begun to publish."""
         await manager.wait_for(Heartbeat, lambda one: (one.incarnation, one.phase) == (self.incarnation, "publish"))
 
 
+async def start(scene: Scene, incarnation: Incarnation, *program: str) -> Rank:
+    """Start ``python -m program`` as an incarnation of the run."""
+    launch = scene.launch(incarnation)
+    env = {
+        "PATH": "/usr/bin:/bin",
+        HEARTBEAT_INTERVAL_ENV: str(HEARTBEAT_S),
+        LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag)),
+    }
+    argv = [sys.executable, "-P", "-m", *program]
+    process = await asyncio.create_subprocess_exec(*argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return Rank(incarnation, process)
+
+
 @asynccontextmanager
-async def gang(scene: Scene, manager: Manager, world: int, number: int = 1) -> AsyncIterator[list[Rank]]:
+async def gang(
+    scene: Scene, manager: Manager, world: int, number: int = 1, program: Sequence[str] = (__spec__.name,)
+) -> AsyncIterator[list[Rank]]:
     """Start the ranks of incarnation ``number`` of the trainer, and end their processes afterwards."""
     manager.world = world
     ranks: list[Rank] = []
     try:
         for rank in range(world):
-            incarnation = Incarnation(member_id(TRAINER, rank), number)
-            launch = scene.launch(incarnation)
-            env = {
-                "PATH": "/usr/bin:/bin",
-                HEARTBEAT_INTERVAL_ENV: str(HEARTBEAT_S),
-                LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag)),
-            }
-            argv = [sys.executable, "-P", "-m", __spec__.name]
-            process = await asyncio.create_subprocess_exec(
-                *argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            ranks.append(Rank(incarnation, process))
+            ranks.append(await start(scene, Incarnation(member_id(TRAINER, rank), number), *program))
         yield ranks
     finally:
         for each in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                each.process.kill()
-            await each.process.wait()
+            await each.kill()
 
 
 def _main() -> None:
