@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from rrl.manager.reporting.accounting.run_report import RunReport as RunReport
     from rrl.manager.reporting.step_metrics import StepRow as StepRow
     from rrl.manager.reporting.summary import Summary as Summary
+    from rrl.roles.models.hf_names import hf_names as hf_names
+    from rrl.roles.models.hf_names import hf_tensors as hf_tensors
     from rrl.roles.models.tensors import pack as pack
     from rrl.roles.models.tensors import unpack as unpack
     from rrl.roles.trainer.checkpoint_export import Exported as Exported
@@ -66,6 +68,8 @@ _HOMES = {
     "run": "rrl.api.run",
     "submit": "rrl.api.run",
     "Version": "rrl.core.types",
+    "hf_names": "rrl.roles.models.hf_names",
+    "hf_tensors": "rrl.roles.models.hf_names",
     "pack": "rrl.roles.models.tensors",
     "unpack": "rrl.roles.models.tensors",
     "waiting": "rrl.roles.worker.status.external_waits",
@@ -110,6 +114,8 @@ __all__ = [
     "Version",
     "WorkLease",
     "Worker",
+    "hf_names",
+    "hf_tensors",
     "join",
     "pack",
     "run",

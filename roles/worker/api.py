@@ -13,7 +13,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, get_args
@@ -28,7 +27,6 @@ from ...core.text import exit_invalid_config
 from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Evaluated, Goodbye, Peers
-from ...transport.weights.manifest import ManifestBuilder, layout
 from ..checkpoints.folders import Digest, as_paths, exact_folder, fresh_folder, share_of, verified
 from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
@@ -37,6 +35,7 @@ from ..trajectories.batches import Batch, Part
 from ..trajectories.types import A, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
 from . import rendezvous
 from .connection import ManagerConnection, Stopping
+from .publishing import copies, publish_part
 from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
 from .status.work_status import CurrentPhase, entered_phase
@@ -46,14 +45,6 @@ from .work_items import LeasedTrajectories, NewWeights, PendingAppend, PendingLe
 if TYPE_CHECKING:
     from .episode_work import Episode
 
-TensorDescription = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype, shape and size in bytes of a tensor."""
-Write = Callable[[memoryview], None]
-"""Writes a whole tensor into the memory that it is given."""
-_COPY_SLICE_BYTES = 8 * 2**20
-"""Bytes copied at a time. A copy holds the GIL and so blocks every other thread, the heartbeats included. Measured for
-1 GiB: in slices of this size the copy took 0.36 s, and no thread was blocked for more than 9 ms. Without slices it took
-up to 1.4 s, during which all threads were blocked."""
 STORE_WAIT_S = 1.0
 """Seconds that one request waits at the store before it is repeated, so that the worker notices a stop request."""
 LOOPBACK = "127.0.0.1"
@@ -164,18 +155,13 @@ class Worker:
         """Report inside the block that this role waits for ``service`` outside of the run; see ``rrl.waiting``."""
         return waiting(service)
 
-    @contextmanager
-    def blocked_on(self, replica: ReplicaId) -> Iterator[None]:
+    def blocked_on(self, replica: ReplicaId) -> AbstractContextManager[None]:
         """Report that this process waits for ``replica`` inside the block, whatever its phase is.
 
         For example, only rank 0 of a gang calls the store. While the store does not respond, the other members wait for
         rank 0 and must not be suspected.
         """
-        self._connection.status.blocked_on = replica
-        try:
-            yield
-        finally:
-            self._connection.status.blocked_on = None
+        return self._connection.status.blocked_on_replica(replica)
 
     def idle(self, cause: str) -> AbstractContextManager[None]:
         """Count the time inside the block as idle: this thread waits for ``cause``, one word that ``rrl status`` shows.
@@ -396,11 +382,38 @@ class Worker:
         Args:
             number: the training step that produced the weights.
             tensors: (name, dtype, shape, bytes) of each tensor; :func:`rrl.pack` makes them from a state dict.
+
+        Raises:
+            ValueError: a tensor has another dtype or shape than in the version before, or the version has other
+                tensors; or the step was published with other contents. The previous version stays current.
+        """
+        self.publish_shard(number, tensors, part=0, of=1)
+
+    def publish_shard(
+        self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]], *, part: int, of: int
+    ) -> None:
+        """Serve one of ``of`` parts of the version of step ``number``; each part is published by another rank.
+
+        A part has whole tensors that no other part has. Rank 0 must publish a part. The call returns once all parts
+        are published; only then do rollouts receive the version. They pull each part from its rank or from each other.
+
+        Raises:
+            ValueError: as for :meth:`publish`; or the part is published by another rank, ``of`` differs from that of
+                another rank, or a tensor is in two parts. Rank 0 raises it, if the ranks contradict each other.
         """
         if isinstance(tensors, Mapping):
             raise TypeError("me.publish(step, tensors): pass rrl.pack(state_dict), not the state dict itself")
         described = [(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors]
-        self.publish_each(number, described, (data for *_, data in tensors))
+        with self.phase("publish") if of > 1 else nullcontext():
+            publish_part(
+                self._connection,
+                self.job.transport.chunk,
+                number,
+                described,
+                copies(data for *_, data in tensors),
+                part,
+                of,
+            )
 
     def publish_each(
         self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
@@ -412,7 +425,7 @@ class Worker:
             described: (name, dtype, shape, size in bytes) of each tensor.
             contents: the tensors' bytes in the same order. Each tensor is copied before the next one is requested.
         """
-        publish_version(self._connection, self.job.transport.chunk, number, described, copies(contents))
+        publish_part(self._connection, self.job.transport.chunk, number, described, copies(contents))
 
     def publish_written(
         self,
@@ -424,7 +437,7 @@ class Worker:
 
         ``writes`` has, for each tensor in the same order, a function that writes the tensor into the given memory.
         """
-        publish_version(self._connection, self.job.transport.chunk, number, described, writes)
+        publish_part(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
     def new_weights(self) -> NewWeights | None:
@@ -572,52 +585,3 @@ def _checked(share: tuple[int, int] | None, by: By) -> Share | None:
     if by not in get_args(By):
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, get_args(By)))}")
     return None if share is None else Share(*checked_share(share), by)
-
-
-def publish_version(
-    connection: ManagerConnection,
-    chunk_bytes: int,
-    number: int,
-    described: Sequence[TensorDescription],
-    writes: Iterable[Write],
-) -> None:
-    """Serve weights as the version of step ``number``. May be called in any thread, but only in one at a time.
-
-    The version becomes current as a whole: the store of this process gets it once its last tensor is written and its
-    manifest is signed. If the process ends before that, or on an exception, the previous version stays current.
-
-    Args:
-        connection: The connection of the worker.
-        chunk_bytes: Size of the chunks that receivers request, in bytes.
-        number: The training step that produced the weights.
-        described: Description of each tensor.
-        writes: The functions that write the tensors, in the same order. Each tensor is written before the iterator is
-            advanced to the next function.
-
-    Raises:
-        ValueError: The number of functions differs from the number of descriptions.
-    """
-    specs, nbytes = layout(described)
-    flat = connection.weights.allocate(nbytes)
-    version = Version(number, connection.launch.incarnation.number)
-    with ManifestBuilder(version, described, flat, connection.keys.secret, chunk_bytes) as builder:
-        for spec, write in zip(specs, writes, strict=True):
-            end = spec.offset + spec.nbytes
-            write(flat[spec.offset : end])
-            builder.mark_filled(end)
-        manifest = builder.sign()
-    connection.weights.offer(manifest, flat)
-    connection.announce_version(version)
-
-
-def copies(contents: Iterable[memoryview]) -> Iterator[Write]:
-    """Yield, for the bytes of each tensor, a function that copies these bytes."""
-    for content in contents:
-        yield partial(_copy, content.cast("B") if content.format != "B" else content)
-
-
-def _copy(content: memoryview, into: memoryview) -> None:
-    """Copy ``content`` in slices, between which other threads can run."""
-    for start in range(0, len(into), _COPY_SLICE_BYTES):
-        copied = slice(start, start + _COPY_SLICE_BYTES)
-        into[copied] = content[copied]

@@ -30,11 +30,13 @@ from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
 from ...core.run_spec import RoleTraits, TransportSpec
-from ...core.types import Incarnation, NodeName, ReplicaId, Version, is_trainer
+from ...core.types import Incarnation, NodeName, ReplicaId, Version, is_trainer, member_id
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
+from ...transport.streams.connection import TransportError
 from ...transport.weights.base import WeightTransport
+from ...transport.weights.manifest import Manifest
 from ...transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull, select_sources
 from ...transport.weights.select import open_transport
 from ...transport.weights.store import StoredVersion, WeightStore
@@ -63,6 +65,9 @@ REFUSED_PAUSE_S = 1.0
 """Seconds before this process requests the weight versions again after the store refused its incarnation."""
 STANDBY_POLL_S = 0.5
 """Seconds between two checks of a waiting standby for a stop by SIGTERM; a message of the manager needs no check."""
+OFFER_POLL_S = 0.05
+"""Seconds between two requests for a manifest that another member of the gang does not offer yet. The request itself
+waits too (:data:`rrl.transport.weights.protocol.UNKNOWN_VERSION_TIMEOUT_S`)."""
 CLOCK_REPORT_INTERVAL_S = 5.0
 """Minimum time (s) between two heartbeats that also report the clock."""
 
@@ -99,16 +104,9 @@ class WeightSources:
         return newest.version if newest is not None and not self._addresses.keys().isdisjoint(newest.sources) else None
 
     def sources(self) -> tuple[WeightSource, ...]:
-        """Return every process that serves weights, with the newest version if it has that.
-
-        A trainer that does not have this version has published none, or is a further member of a gang.
-        """
+        """Return every process that serves weights, with the newest version if it has reported that."""
         version = {} if self._newest is None else dict.fromkeys(self._newest.sources, self._newest.version)
-        return tuple(
-            WeightSource(one, address, version.get(one))
-            for one, address in self._addresses.items()
-            if one in version or not is_trainer(one.replica)
-        )
+        return tuple(WeightSource(one, address, version.get(one)) for one, address in self._addresses.items())
 
 
 class Stopping(Exception):
@@ -188,18 +186,25 @@ class ManagerConnection:
         Raises Stopping if a stop was requested and the store, which may have stopped already, does not answer.
         """
         with self.status.store_call():
-            while True:
-                stopping = self.stopping.is_set()
-                try:
-                    return pending.result(STOPPING_STORE_TIMEOUT_S)
-                except TimeoutError:
-                    if pending.done():  # the request itself timed out, or its result arrived at this moment
-                        return pending.result()
-                    self.faults.trigger()
-                    self.probes.answer()
-                    if stopping:
-                        pending.cancel()
-                        raise Stopping from None
+            return self.await_result(pending)
+
+    def await_result(self, pending: Future[T]) -> T:
+        """Return the result of a submitted request to another process, which may not answer.
+
+        Raises Stopping if a stop was requested and there is no answer.
+        """
+        while True:
+            stopping = self.stopping.is_set()
+            try:
+                return pending.result(STOPPING_STORE_TIMEOUT_S)
+            except TimeoutError:
+                if pending.done():  # the request itself timed out, or its result arrived at this moment
+                    return pending.result()
+                self.faults.trigger()
+                self.probes.answer()
+                if stopping:
+                    pending.cancel()
+                    raise Stopping from None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine in the connection's loop, and return a future of its result."""
@@ -397,7 +402,12 @@ class ManagerConnection:
         return store_address(self.peers)
 
     def _held_version(self) -> Version | None:
-        """Return the newest complete weight version of this process, or None if it has none."""
+        """Return the newest complete weight version of this process, or None if it has none to report.
+
+        The first member of a trainer's gang reports for all, as each member may have only a part of the version.
+        """
+        if self.launch.incarnation != self.launch.incarnation.gang:
+            return None
         stored = self.weights.current()
         return stored.manifest.version if stored is not None else None
 
@@ -520,6 +530,20 @@ class ManagerConnection:
                 known = newest.version
                 self._weight_sources.on_newest_version(newest)
                 self._sources_changed.set()
+
+    async def offered_manifest(self, rank: int, version: Version) -> Manifest:
+        """Return the manifest of ``version`` that another member of this gang offers; wait until it offers one."""
+        member = Incarnation(member_id(self.launch.incarnation.gang.replica, rank), self.launch.incarnation.number)
+        while True:
+            peer = self.peers.peers.get(member.replica) if self.peers is not None else None
+            if self._weight_transport and peer and peer.incarnation == member and peer.weight_address:
+                try:
+                    return await self._weight_transport.manifest(
+                        peer.weight_address, version, self._transport_settings.chunk_deadline, inf
+                    )
+                except TransportError as error:  # it has not begun to publish, or is about to be replaced
+                    _log.debug("%s offers no manifest of %s: %s", member, version, error)
+            await asyncio.sleep(OFFER_POLL_S)
 
     async def _follow_weights(self, transport: WeightTransport) -> None:
         """Pull the newest version again and again, skipping versions that are superseded before their pull starts.

@@ -38,7 +38,7 @@ def test_import_of_rrl_imports_nothing_and_its_names_need_no_torch() -> None:
         import sys, rrl
         assert not [name for name in sys.modules if name.startswith(("rrl.", "torch"))], "import rrl is slow"
         assert {"join", "Item", "NewWeights", "Score"} <= set(dir(rrl))
-        tensors = {"LossSum", "LossTokens", "pack", "unpack"}
+        tensors = {"LossSum", "LossTokens", "hf_names", "hf_tensors", "pack", "unpack"}
         assert rrl.Batch is rrl.Part
         from rrl import Item, NewWeights, Score
         assert all(getattr(rrl, name).__name__ == name for name in set(dir(rrl)) - tensors - {"Batch"})

@@ -3,6 +3,10 @@
 Tensors are packed back to back (each starts at a multiple of 64 bytes) into one logical buffer. Chunks divide the
 buffer without regard to tensors. The manifest carries an HMAC with the run's secret, so that a chunk from any source
 can be verified by its digest.
+
+A version consists of parts, each published by one rank of the trainer; usually there is one. A rank describes its part
+in a manifest of its own. The first rank joins the manifests of all parts to the manifest of the version
+(:func:`join_parts`), in whose buffer the parts follow each other.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -53,6 +58,18 @@ class Chunk(Struct, frozen=True, array_like=True):
     digest: bytes
 
 
+class Part(Struct, frozen=True, array_like=True):
+    """One part: ``nbytes`` bytes of the flat buffer, of which the first is at ``offset``.
+
+    ``rank`` is the rank of the trainer that publishes the part.
+    """
+
+    number: int
+    rank: int
+    offset: int
+    nbytes: int
+
+
 class Manifest(Struct, frozen=True):
     """The description of one version of ``nbytes`` bytes. ``mac`` is HMAC-SHA256 over all other fields."""
 
@@ -60,7 +77,20 @@ class Manifest(Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     nbytes: int
     chunks: tuple[Chunk, ...]
+    parts: tuple[Part, ...]
+    """The parts in the order of their numbers: all of the version, or the only one that this manifest describes."""
+    of: int
+    """Number of parts of the version."""
     mac: bytes = b""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this is the manifest of a version, not of one of several parts."""
+        return len(self.parts) == self.of
+
+    def part_at(self, offset: int) -> Part:
+        """Return the part that contains the byte at ``offset``, which must be the first byte of a chunk."""
+        return self.parts[bisect_right(self.parts, offset, key=lambda part: part.offset) - 1]
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorSpec, ...], int]:
@@ -71,7 +101,7 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tu
     """
     specs, end = [], 0
     for name, dtype, shape, nbytes in tensors:
-        offset = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        offset = _aligned(end)
         specs.append(TensorSpec(name, dtype, tuple(shape), offset, nbytes))
         end = offset + nbytes
     return tuple(specs), end
@@ -92,12 +122,20 @@ class ManifestBuilder:
         secret: bytes,
         chunk_bytes: int = CHUNK_BYTES,
         threads: int | None = None,
+        *,
+        part: int = 0,
+        of: int = 1,
+        rank: int = 0,
     ) -> None:
-        """Start the threads. Raises ValueError if the buffer does not have the size of the tensors."""
+        """Start the threads. The buffer is part ``part`` of ``of`` parts, and ``rank`` publishes it.
+
+        Raises ValueError if the buffer does not have the size of the tensors.
+        """
         specs, nbytes = layout(tensors)
         if flat.nbytes != nbytes:
             raise ValueError(f"{version}: the buffer has {flat.nbytes} bytes, but its tensors need {nbytes}")
         self._version, self._specs, self._flat, self._secret = version, specs, flat, secret
+        self._parts, self._of = (Part(part, rank, 0, nbytes),), of
         self._chunks = [(start, flat[start : start + chunk_bytes]) for start in range(0, nbytes, chunk_bytes)]
         self._digests: list[Future[bytes]] = []
         self._pool = ThreadPoolExecutor(threads or digest_threads(), thread_name_prefix="rrl-digest")
@@ -123,8 +161,8 @@ class ManifestBuilder:
             Chunk(start, data.nbytes, future.result())
             for (start, data), future in zip(self._chunks, self._digests, strict=True)
         ]
-        unsigned = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks))
-        return msgspec.structs.replace(unsigned, mac=_mac(unsigned, self._secret))
+        manifest = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks), self._parts, self._of)
+        return _signed(manifest, self._secret)
 
 
 def describe(
@@ -141,6 +179,32 @@ def describe(
     """
     with ManifestBuilder(version, tensors, flat, secret, chunk_bytes) as builder:
         return builder.sign()
+
+
+def placed(part: Manifest, offset: int) -> tuple[tuple[TensorSpec, ...], tuple[Chunk, ...]]:
+    """Return the tensors and chunks of a part whose first byte is at ``offset`` of the version."""
+    replace = msgspec.structs.replace
+    return (
+        tuple(replace(spec, offset=offset + spec.offset) for spec in part.tensors),
+        tuple(replace(chunk, offset=offset + chunk.offset) for chunk in part.chunks),
+    )
+
+
+def join_parts(parts: Iterable[Manifest], secret: bytes) -> Manifest:
+    """Return the signed manifest of a version from the manifests of all its parts, in any order.
+
+    The parts must be of the same version and have different numbers. The gaps between them, which align the tensors,
+    belong to no chunk. The manifest of the only part of a version is the manifest of the version.
+    """
+    tensors, chunks, places, end = list[TensorSpec](), list[Chunk](), list[Part](), 0
+    for part in sorted(parts, key=lambda each: each.parts[0].number):
+        offset = _aligned(end)
+        specs, digests = placed(part, offset)
+        tensors += specs
+        chunks += digests
+        places.append(msgspec.structs.replace(part.parts[0], offset=offset))
+        end = offset + part.nbytes
+    return _signed(Manifest(part.version, tuple(tensors), end, tuple(chunks), tuple(places), part.of), secret)
 
 
 def digest_threads() -> int:
@@ -179,14 +243,24 @@ def decode(data: bytes | bytearray, version: Version, secret: bytes) -> Manifest
         raise ValueError(f"requested {version}, received the manifest of {manifest.version}")
     end = 0
     for chunk in manifest.chunks:
-        if chunk.offset != end or chunk.nbytes <= 0:
+        if not 0 <= chunk.offset - end < ALIGN_BYTES or chunk.nbytes <= 0:
             raise ValueError(f"{version}: chunks are not contiguous at byte {end}")
-        end += chunk.nbytes
+        end = chunk.offset + chunk.nbytes
     if end != manifest.nbytes:
         raise ValueError(f"{version}: the chunks end at byte {end}, but the buffer at byte {manifest.nbytes}")
     if any(spec.offset < 0 or spec.nbytes < 0 or spec.offset + spec.nbytes > end for spec in manifest.tensors):
         raise ValueError(f"{version}: a tensor is outside the buffer")
+    if not manifest.parts or any(part.offset < 0 or part.offset + part.nbytes > end for part in manifest.parts):
+        raise ValueError(f"{version}: a part is outside the buffer")
     return manifest
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _signed(manifest: Manifest, secret: bytes) -> Manifest:
+    return msgspec.structs.replace(manifest, mac=_mac(manifest, secret))
 
 
 def _mac(manifest: Manifest, secret: bytes) -> bytes:

@@ -5,7 +5,8 @@ that has not failed. A source is given up in four cases: it sends nothing for lo
 (:class:`AdaptiveTimeout`); it has itself waited too long for a chunk; it does not have the version; a chunk does not
 match its digest. The missing chunks are then requested from the next source. Once all sources have failed, they are
 tried again with twice the timeout, because on a busy machine the only source may have missed a deadline. A source that
-sent several wrong chunks is not tried again. A version becomes current only when it is complete, but each chunk is
+sent several wrong chunks is not tried again. If several ranks of the trainer have published a version in parts, each
+rank is a source only of the chunks of its part. A version becomes current only when it is complete, but each chunk is
 served to other processes as soon as it is verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
@@ -24,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from ...core.types import Incarnation, ReplicaId, Version, is_trainer, natural_sort_key
+from ...core.types import TRAINER, Incarnation, ReplicaId, Version, is_trainer, member_id, natural_sort_key
 from ..streams.connection import TransportError
 from .base import STARVATION_TIMEOUT_S, WeightTransport
 from .manifest import Manifest
@@ -43,7 +44,8 @@ class WeightSource(Struct, frozen=True):
     address: str
     version: Version | None = None
     """Newest complete version of the source, as far as it is known; None if it has none. The source may also have an
-    older version, or be receiving a newer version."""
+    older version, or be receiving a newer version. A further member of the trainer reports none, but may have a part
+    of a version."""
 
 
 def select_sources(
@@ -256,17 +258,23 @@ class _Pull:
         manifest = await self._fetch_manifest()
         self._missing.extend(self._store.begin(manifest))  # sorted, and so a heap
         while self._missing:
-            await self._fetch_from(manifest, await self._source())
+            await self._fetch_from(manifest, await self._source(lambda source: self._has_next(manifest, source)))
             if self._superseded is not None:
                 raise PullFailed(str(self._superseded))
         self._store.commit(self._version)
         return manifest
 
-    async def _source(self) -> WeightSource:
-        """Return the first source that has not failed. Raises PullFailed when the deadline has passed."""
+    def _has_next(self, manifest: Manifest, source: WeightSource) -> bool:
+        """Return whether the source may have the first missing chunk: a publisher has only the chunks of its part."""
+        rank = manifest.part_at(manifest.chunks[self._missing[0]].offset).rank
+        publisher = Incarnation(member_id(TRAINER, rank), self._version.incarnation)
+        return source.incarnation == publisher or not is_trainer(source.incarnation.replica)
+
+    async def _source(self, eligible: Callable[[WeightSource], bool]) -> WeightSource:
+        """Return the first eligible source that has not failed. Raises PullFailed when the deadline has passed."""
         while True:
             for candidate in self._sources():
-                if candidate.address not in self._quarantined:
+                if candidate.address not in self._quarantined and eligible(candidate):
                     return candidate
             if self._now() + _SOURCES_POLL_S > self._deadline:
                 failures = "; ".join(f"{source}: {reason}" for source, reason in self._failures.items())
@@ -279,14 +287,18 @@ class _Pull:
 
     async def _fetch_manifest(self) -> Manifest:
         while True:
-            source = await self._source()
+            source = await self._source(lambda one: one.version is not None or not is_trainer(one.incarnation.replica))
             timeout = self._until_deadline(min(FIRST_CHUNK_TIMEOUT_S * self._timeout_factor, self._max_chunk_timeout))
             try:
-                return await self._transport.manifest(
+                manifest = await self._transport.manifest(
                     source.address, self._version, timeout, self._starvation_timeout()
                 )
             except TransportError as error:
                 self._quarantine(source, str(error))
+            else:
+                if manifest.is_whole:
+                    return manifest
+                self._quarantine(source, "it describes only its part")
 
     async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
         """Fetch from one source until no chunk is missing, or until the source has failed.
@@ -307,7 +319,12 @@ class _Pull:
     async def _worker(self, manifest: Manifest, progress: _SourceProgress) -> None:
         """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""
         checking: asyncio.Task[None] | None = None
-        while self._missing and progress.source.address not in self._quarantined and self._superseded is None:
+        while (
+            self._missing
+            and progress.source.address not in self._quarantined
+            and self._superseded is None
+            and self._has_next(manifest, progress.source)
+        ):
             index = heapq.heappop(self._missing)
             chunk = manifest.chunks[index]
             span = range(chunk.offset, chunk.offset + chunk.nbytes)

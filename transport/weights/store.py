@@ -41,6 +41,8 @@ class StoredVersion(Struct, frozen=True):
 
     manifest: Manifest
     flat: memoryview
+    start: int = 0
+    """Offset of the first byte of ``flat``. A publisher of one of several parts has only the bytes of its part."""
 
 
 class Superseded(Exception):
@@ -116,6 +118,8 @@ class WeightStore:
         than the version that arrived before it."""
         self._arriving: _Arriving | None = None
         self._awaited: Version | None = None
+        self._part: Manifest | None = None
+        """This process's part of the awaited version; None if it has none to offer."""
         self._readers: dict[object, _Reader] = {}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
@@ -123,18 +127,21 @@ class WeightStore:
         memory, because fresh pages cost 0.5 to 1 s per GiB (measured)."""
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def offer(self, manifest: Manifest, flat: memoryview) -> None:
+    def offer(self, manifest: Manifest, flat: memoryview, part: int = 0) -> None:
         """Publish a complete version, which becomes the current one. ``flat`` must not be written to afterwards.
+
+        This process serves only part ``part``, whose bytes are in ``flat``.
 
         Raises:
             ValueError: The buffer does not have the size in the manifest.
         """
-        if flat.nbytes != manifest.nbytes:
+        held = manifest.parts[part]
+        if flat.nbytes != held.nbytes:
             raise ValueError(
-                f"{manifest.version}: the buffer has {flat.nbytes} bytes, but the manifest describes {manifest.nbytes}"
+                f"{manifest.version}: the buffer has {flat.nbytes} bytes, but the manifest describes {held.nbytes}"
             )
         with self._changing():
-            self._add(StoredVersion(manifest, flat.toreadonly()))
+            self._add(StoredVersion(manifest, flat.toreadonly(), held.offset))
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return memory for a version that will be offered.
@@ -147,18 +154,19 @@ class WeightStore:
             return self._allocate(nbytes)
 
     @contextmanager
-    def awaiting(self, version: Version) -> Generator[None]:
-        """Return a context manager for the time in which the version is being pulled.
+    def awaiting(self, version: Version, part: Manifest | None = None) -> Generator[None]:
+        """Return a context manager for the time in which the version is being pulled or published.
 
-        Within it, requests for missing parts of the version wait.
+        Within it, requests for missing bytes of the version wait. Requests for its manifest get the manifest of this
+        process's part; without ``part`` they wait.
         """
         with self._changing():
-            self._awaited = version
+            self._awaited, self._part = version, part
         try:
             yield
         finally:
             with self._changing():
-                self._awaited = None
+                self._awaited = self._part = None
 
     def begin(self, manifest: Manifest) -> list[int]:
         """Prepare to receive a version, and return the indexes of its missing chunks: none if the version is complete.
@@ -242,12 +250,17 @@ class WeightStore:
             return (*self._complete, *arriving)
 
     def manifest(self, version: Version) -> Manifest:
-        """Return the manifest of a complete or arriving version. Raises NotReady or VersionEvicted."""
+        """Return the manifest of a complete or arriving version, or of this process's part of an awaited version.
+
+        Raises NotReady or VersionEvicted.
+        """
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
                 return stored.manifest
             if self._arriving is not None and self._arriving.manifest.version == version:
                 return self._arriving.manifest
+            if self._part is not None and self._part.version == version:
+                return self._part
             raise self._unavailable(version)
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:
@@ -266,17 +279,18 @@ class WeightStore:
         """
         with self._lock:
             if (stored := self._complete.get(version)) is not None:
-                manifest, flat = stored.manifest, stored.flat
+                flat, start = stored.flat, stored.start
             elif self._arriving is not None and self._arriving.manifest.version == version:
-                manifest, flat = self._arriving.manifest, self._arriving.flat.toreadonly()
+                flat, start = self._arriving.flat.toreadonly(), 0
             else:
                 raise self._unavailable(version)
-            if span.stop > manifest.nbytes:
-                raise VersionEvicted(f"bytes up to {span.stop} were requested; {version} has {manifest.nbytes} bytes")
+            end = start + flat.nbytes
+            if span.start < start or span.stop > end:
+                raise VersionEvicted(f"bytes {span.start} to {span.stop} of {version}: only {start} to {end} are here")
             if stored is None and self._arriving is not None and not self._arriving.verified(span):
                 raise NotReady if self._awaited == version else VersionEvicted(f"{version} was given up")
-            self._note_request(reader, manifest, len(span))
-            return flat[span.start : span.stop]
+            self._note_request(reader, version, len(span), flat.nbytes)
+            return flat[span.start - start : span.stop - start]
 
     def on_sent(self, reader: object) -> None:
         """Record that a reader has received all requested bytes."""
@@ -334,14 +348,15 @@ class WeightStore:
             return VersionUnknown(f"{version} is unknown")
         return VersionEvicted(f"{version} is not in the store")
 
-    def _note_request(self, reader: object, manifest: Manifest, nbytes: int) -> None:
+    def _note_request(self, reader: object, version: Version, nbytes: int, held: int) -> None:
+        """Record a request of ``nbytes`` bytes; this process holds ``held`` bytes of the version."""
         now = time.monotonic()
         reading = self._readers.get(reader)
-        if reading is None or reading.version != manifest.version:
-            reading = self._readers[reader] = _Reader(manifest.version, now)
+        if reading is None or reading.version != version:
+            reading = self._readers[reader] = _Reader(version, now)
         reading.last, reading.sending = now, True
         reading.nbytes += nbytes
-        if reading.nbytes >= manifest.nbytes:
+        if reading.nbytes >= held:
             del self._readers[reader]
 
     def _is_being_read(self, version: Version) -> bool:

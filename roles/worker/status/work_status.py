@@ -98,6 +98,15 @@ class WorkStatus:
             with self._lock:
                 self._store_calls -= 1
 
+    @contextmanager
+    def blocked_on_replica(self, replica: ReplicaId) -> Iterator[None]:
+        """Report inside the block that this process waits for ``replica``, whatever its phase is."""
+        self.blocked_on = replica
+        try:
+            yield
+        finally:
+            self.blocked_on = None
+
     def add_done(self, units: int) -> bool:
         """Add units of work, and return whether they are the first units."""
         with self._lock:

@@ -32,7 +32,7 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trajectories.batches import Batch
-from rrl.roles.worker import api
+from rrl.roles.worker import publishing
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.weights.transports import SECRET
@@ -84,11 +84,11 @@ class PublishingWorker(SimpleNamespace):
         self.phases.pop()
 
     def publish_written(
-        self, number: int, described: Sequence[api.TensorDescription], writes: Iterator[api.Write]
+        self, number: int, described: Sequence[publishing.TensorDescription], writes: Iterator[publishing.Write]
     ) -> None:
-        api.publish_version(self._connection, self._chunk, number, described, self._once_it_may(writes))
+        publishing.publish_part(self._connection, self._chunk, number, described, self._once_it_may(writes))
 
-    def _once_it_may(self, writes: Iterator[api.Write]) -> Iterator[api.Write]:
+    def _once_it_may(self, writes: Iterator[publishing.Write]) -> Iterator[publishing.Write]:
         for write in writes:
             yield write
             self.publishing.set()

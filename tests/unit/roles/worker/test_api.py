@@ -26,7 +26,7 @@ from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles import reward
 from rrl.roles.checkpoints.folders import DamagedCheckpoint
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Score, Scoring
-from rrl.roles.worker import api, connection
+from rrl.roles.worker import connection
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.roles.worker.status import external_waits
@@ -856,24 +856,22 @@ async def test_scores_not_reported_as_progress_count_when_they_are_posted(scene:
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_published_version_has_the_given_tensors(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", 100)
+    monkeypatch.setattr("rrl.roles.worker.publishing._COPY_SLICE_BYTES", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
         floats: Any = memoryview(long).cast("f")
-        me.publish(
-            4,
-            [
-                ("a", "uint8", (3,), memoryview(short)),
-                ("b", "float32", (192,), floats),
-                ("c", "uint8", (0,), memoryview(b"")),
-            ],
-        )
+        tensors = [
+            ("a", "uint8", (3,), memoryview(short)),
+            ("b", "float32", (192,), floats),
+            ("c", "uint8", (0,), memoryview(b"")),
+        ]
+        me.publish(4, tensors)
         held = me._connection.weights.current()
         assert held is not None
         assert held.manifest.version == Version(4, 1)
         given = {spec.name: bytes(held.flat[spec.offset :][: spec.nbytes]) for spec in held.manifest.tensors}
         assert given == {"a": short, "b": long, "c": b""}
-        me.publish(5, [])
+        me.publish(5, tensors)
         assert me._connection.weights.versions() == (Version(4, 1), Version(5, 1))
 
 
@@ -916,7 +914,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         return memory[0]
 
     monkeypatch.setattr(WeightStore, "allocate", remembered)
-    monkeypatch.setattr(api, "_COPY_SLICE_BYTES", step)
+    monkeypatch.setattr("rrl.roles.worker.publishing._COPY_SLICE_BYTES", step)
     results: set[int] = set()
     over = threading.Event()
 

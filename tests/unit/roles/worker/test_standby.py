@@ -170,7 +170,7 @@ async def test_clock_of_a_promoted_process_begins_with_its_promotion(
 
 
 async def test_every_message_after_the_promotion_has_the_new_incarnation(scene: Scene) -> None:
-    me = standby_worker(scene)
+    me, promoted = standby_worker(scene), MEMBER.gang
     done = threading.Event()
 
     def work() -> None:
@@ -183,16 +183,16 @@ async def test_every_message_after_the_promotion_has_the_new_incarnation(scene: 
     async with scene.manager() as manager:
         role = scene.start(me, work)
         await manager.wait_for(Hello)
-        await manager.send(STANDBY_PROCESS, promotion(scene))
+        await manager.send(STANDBY_PROCESS, promotion(scene, promoted))
         await eventually(done.is_set)
-        assert (await manager.wait_for(FirstWorkDone)).incarnation == MEMBER
-        assert (await manager.wait_for(StepCommitted)).incarnation == MEMBER
-        assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == MEMBER
-        assert (await manager.wait_for(VersionAvailable)).version == Version(1, MEMBER.number)
-        fault = Fault("f1", FaultKind.ENGINE_DEAD, MEMBER.replica)
-        await manager.send(MEMBER, Inject(fault, "another step"))
-        assert (await manager.wait_for(Injected)).incarnation == MEMBER
-        await manager.stop(MEMBER)
+        assert (await manager.wait_for(FirstWorkDone)).incarnation == promoted
+        assert (await manager.wait_for(StepCommitted)).incarnation == promoted
+        assert (await manager.wait_for(Hello, lambda hello: hello.weight_address is not None)).incarnation == promoted
+        assert (await manager.wait_for(VersionAvailable)).version == Version(1, promoted.number)
+        fault = Fault("f1", FaultKind.ENGINE_DEAD, promoted.replica)
+        await manager.send(promoted, Inject(fault, "another step"))
+        assert (await manager.wait_for(Injected)).incarnation == promoted
+        await manager.stop(promoted)
         await role.end()
 
 

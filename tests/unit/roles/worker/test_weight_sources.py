@@ -29,13 +29,13 @@ def test_no_version_is_pulled_without_any_report() -> None:
     assert known.newest is None, "no address is known"
 
 
-def test_all_receivers_are_listed_and_only_the_publisher_of_the_trainers() -> None:
-    known = WeightSources()
-    known.on_peers(serving(TRAINER, incarnation_of(member_id(TRAINER.replica, 1)), ROLLOUT, OTHER))
-    assert known.sources() == (weight_source(ROLLOUT), weight_source(OTHER))
-    known.on_newest_version(NewestVersion(V5, (TRAINER, OTHER)))
+def test_all_processes_are_listed_with_the_version_that_they_reported() -> None:
+    known, member = WeightSources(), incarnation_of(member_id(TRAINER.replica, 1))
+    known.on_peers(serving(TRAINER, member, ROLLOUT))
+    assert known.sources() == (weight_source(TRAINER), weight_source(member), weight_source(ROLLOUT))
+    known.on_newest_version(NewestVersion(V5, (TRAINER,)))
     assert known.newest == V5
-    assert known.sources() == (weight_source(TRAINER, V5), weight_source(ROLLOUT), weight_source(OTHER, V5))
+    assert known.sources() == (weight_source(TRAINER, V5), weight_source(member), weight_source(ROLLOUT))
 
 
 def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
@@ -45,7 +45,7 @@ def test_version_whose_only_source_is_fenced_is_not_pulled() -> None:
     known.on_newest_version(NewestVersion(V5, (TRAINER,)))
     known.on_peers(serving(NEXT_TRAINER, OTHER))
     assert known.newest is None
-    assert known.sources() == (weight_source(OTHER),)
+    assert known.sources() == (weight_source(NEXT_TRAINER), weight_source(OTHER))
     known.on_newest_version(NewestVersion(Version(4, 1), (OTHER,)))
     assert known.newest == Version(4, 1)
     known.on_newest_version(NewestVersion(Version(3, 2), (NEXT_TRAINER,)))

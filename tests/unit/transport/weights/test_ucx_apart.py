@@ -18,7 +18,7 @@ from rrl.tests.support.weights.transports import KINDS, TRANSPORTS_ENV
 from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
-MODULES = ("test_ucx.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
+MODULES = ("test_ucx.py", "test_parts.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
 STRANGERS = "../../../security/test_ports.py"
 WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
 """Tests that ``make test`` runs over UCX completely, for pytest's option ``-k``."""

@@ -1,0 +1,196 @@
+"""Versions that several ranks of a trainer publish in parts, and the deaths of ranks in between."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rrl.core.types import TRAINER, Incarnation, Version, member_id
+from rrl.roles.launcher.end_report import Misuse
+from rrl.roles.trajectories.store import Store
+from rrl.roles.worker import publishing
+from rrl.roles.worker.api import Worker
+from rrl.roles.worker.connection import FENCED_EXIT
+from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
+from rrl.tests.support.roles.publishing_rank import gang, tensors_of
+from rrl.tests.support.roles.trajectories import crew
+from rrl.tests.support.roles.worker_scene import Manager, Role, Scene
+from rrl.tests.support.weights.source import content
+from rrl.tests.support.weights.transports import SECRET
+from rrl.transport.messages import Fenced
+from rrl.transport.weights.manifest import Manifest, ManifestBuilder
+from rrl.transport.weights.store import StoredVersion
+
+WORLD = 2
+SECOND = Incarnation(member_id(TRAINER, 1), 1)
+
+
+class Rollout:
+    """A rollout that only receives weights."""
+
+    def __init__(self, scene: Scene, incarnation: Incarnation) -> None:
+        self._over = threading.Event()
+        self._me = scene.worker(incarnation)
+        self._role = scene.start(self._me, lambda: self._over.wait(TIMEOUT_S))
+
+    @property
+    def held(self) -> StoredVersion | None:
+        return self._me._connection.weights.current()
+
+    async def receives(self, version: Version, world: int = WORLD) -> None:
+        """Wait for a version, and check every byte of it."""
+        held = await eventually(lambda: self.held if self.held and self.held.manifest.version == version else None)
+        got = {spec.name: held.flat[spec.offset : spec.offset + spec.nbytes] for spec in held.manifest.tensors}
+        assert got == tensors_of(version, world)
+
+    async def end(self, manager: Manager) -> None:
+        self._over.set()
+        await manager.stop(self._me.launch.incarnation)
+        await self._role.end()
+
+
+@asynccontextmanager
+async def running(scene: Scene) -> AsyncIterator[tuple[Store, Manager, Rollout]]:
+    """Provide a store, a manager, and a rollout that ends with the block."""
+    store = scene.open_store()
+    async with scene.manager_and(store) as manager:
+        rollout = Rollout(scene, crew.ROLLOUT)
+        yield store, manager, rollout
+        await rollout.end(manager)
+    store.close()
+
+
+async def fence(manager: Manager, incarnation: Incarnation) -> None:
+    await manager.send(incarnation, Fenced(incarnation, "its gang is restarted"))
+
+
+# ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+async def test_version_is_offered_once_all_parts_are_published_and_a_late_rollout_needs_no_rank(scene: Scene) -> None:
+    async with running(scene) as (store, manager, rollout):
+        async with gang(scene, manager, 3) as ranks:
+            for rank in (2, 0):
+                ranks[rank].start_publishing(1)
+                await ranks[rank].waits(manager)
+            assert store.newest_version is None
+            ranks[1].start_publishing(1)
+            assert [await rank.published() for rank in ranks] == [1, 1, 1]
+            await rollout.receives(Version(1, 1), 3)
+        late = Rollout(scene, crew.OTHER)
+        await late.receives(Version(1, 1), 3)
+        await late.end(manager)
+
+
+@pytest.mark.parametrize("publishing", [[0], [1], []], ids=["rank 1 dies", "rank 0 dies", "all die"])
+async def test_rank_that_dies_before_its_part_is_published_leaves_no_version(
+    scene: Scene, publishing: list[int]
+) -> None:
+    async with running(scene) as (store, manager, rollout):
+        async with gang(scene, manager, WORLD) as ranks:
+            for rank in ranks:
+                rank.start_publishing(1)
+            await rollout.receives(Version(1, 1))
+            for index in publishing:
+                ranks[index].start_publishing(2)
+                await ranks[index].waits(manager)
+            for index in {0, 1} - set(publishing):
+                ranks[index].process.kill()
+            for index in publishing:
+                await fence(manager, ranks[index].incarnation)
+                assert await ranks[index].process.wait() == FENCED_EXIT
+        assert store.newest_version is not None
+        assert store.newest_version.version == Version(1, 1)
+        async with gang(scene, manager, WORLD, number=2) as ranks:
+            for rank in ranks:
+                rank.start_publishing(2)
+            await rollout.receives(Version(2, 2))
+
+
+async def test_rank_of_an_older_incarnation_that_publishes_late_is_not_heard(scene: Scene) -> None:
+    async with running(scene) as (_, manager, rollout), gang(scene, manager, WORLD) as [_, late]:
+        await eventually(lambda: late.incarnation in manager.peers)
+        late.process.send_signal(signal.SIGSTOP)
+        async with gang(scene, manager, WORLD, number=2) as ranks:
+            for rank in ranks:
+                rank.start_publishing(2)
+            await rollout.receives(Version(2, 2))
+            late.start_publishing(3)
+            late.process.send_signal(signal.SIGCONT)
+            await late.waits(manager)
+            for rank in ranks:
+                rank.start_publishing(3)
+            await rollout.receives(Version(3, 2))
+        await fence(manager, late.incarnation)
+        assert await late.process.wait() == FENCED_EXIT
+        assert late.process.stdout is not None
+        assert await late.process.stdout.read() == b"", "the late rank published"
+
+
+# ── contradictions ─────────────────────────────────────────────────────────────────────────────────────────────────
+def publish(me: Worker, step: int, names: str, part: int, of: int = WORLD, size: int = 4) -> None:
+    tensors = [(name, "uint8", (size,), content(size, step)) for name in names]
+    me.publish_shard(step, tensors, part=part, of=of)
+
+
+async def test_rank_that_contradicts_the_others_gets_an_error_and_may_publish_again(scene: Scene) -> None:
+    async with running(scene) as (_, manager, rollout):
+        manager.world = WORLD
+        published = threading.Event()
+
+        def first() -> None:
+            publish(me, 1, "ab", 0)
+            with pytest.raises(Misuse, match="of = 3, but this trainer has 2 ranks"):
+                publish(me, 2, "ab", 0, of=3)
+            with pytest.raises(Misuse, match="ranks 0 and 1 both publish part 1 of 2"):
+                publish(me, 2, "ab", 1)
+            with pytest.raises(Misuse, match="ranks 0 and 1 both publish c; each tensor belongs to one part"):
+                publish(me, 2, "abc", 0)
+            with pytest.raises(Misuse, match=r"step 2: a is uint8 \[5\], but uint8 \[4\] in step 1"):
+                publish(me, 2, "ab", 0, size=5)
+            with pytest.raises(Misuse, match="step 2: it lacks b of step 1"):
+                publish(me, 2, "a", 0)
+            held = me._connection.weights.current()
+            assert held is not None
+            assert held.manifest.version == Version(1, 1)
+            publish(me, 2, "ab", 0)
+            publish(me, 2, "ab", 0)
+            with pytest.raises(Misuse, match="step 2: part 0 was published before with other contents"):
+                me.publish_shard(2, [("a", "uint8", (1,), memoryview(b"x"))], part=0, of=WORLD)
+            publish(me, 3, "abcd", 0, of=1)
+            published.set()
+
+        def second() -> None:
+            publish(other, 1, "cd", 1)
+            publish(other, 2, "cd", 1)
+            with pytest.raises(Misuse, match="part = 2 of = 2: the parts are 0 to of - 1"):
+                publish(other, 3, "cd", 2)
+            with pytest.raises(
+                Misuse, match="rank 1 publishes part 0 of 1, but the version is complete with the parts"
+            ):
+                publish(other, 3, "abcd", 0, of=1)
+
+        me, other = scene.worker(crew.TRAINER), scene.worker(SECOND)
+        roles: list[tuple[Role, Incarnation]] = [
+            (scene.start(me, first), crew.TRAINER),
+            (scene.start(other, second), SECOND),
+        ]
+        await eventually(published.is_set)
+        await eventually(lambda: rollout.held and rollout.held.manifest.version == Version(3, 1))
+        for role, incarnation in roles:
+            await manager.dismiss(role, incarnation)
+
+
+def part(number: int, of: int, rank: int, name: str) -> Manifest:
+    tensors = [(name, "uint8", (4,), 4)]
+    with ManifestBuilder(Version(1, 1), tensors, content(4), SECRET, part=number, of=of, rank=rank) as builder:
+        return builder.sign()
+
+
+def test_ranks_must_agree_on_the_number_of_parts() -> None:
+    parts = [part(0, 3, 0, "a"), part(1, 3, 1, "b")]
+    publishing._check_fits(parts, part(2, 3, 2, "c"))
+    with pytest.raises(Misuse, match="of = 3 on rank 0, but of = 4 on rank 2"):
+        publishing._check_fits(parts, part(2, 4, 2, "c"))
