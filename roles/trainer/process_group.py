@@ -205,7 +205,7 @@ def wait_to_be_fenced(me: rrl.Worker) -> Iterator[None]:
 def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
     """Return a context manager that reports a wait for rank 0 while its block runs; on rank 0 it does nothing.
 
-    The other ranks wait for rank 0, because only rank 0 sends requests to the store.
+    The other ranks wait for rank 0 where only rank 0 asks the store: for the newest commit, and to commit.
     """
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
 

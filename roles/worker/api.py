@@ -158,8 +158,8 @@ class Worker:
     def blocked_on(self, replica: ReplicaId) -> AbstractContextManager[None]:
         """Report that this process waits for ``replica`` inside the block, whatever its phase is.
 
-        For example, only rank 0 of a gang calls the store. While the store does not respond, the other members wait for
-        rank 0 and must not be suspected.
+        For example, only rank 0 of a gang commits. While the store does not respond, the other members wait for rank 0
+        and must not be suspected.
         """
         return self._connection.status.blocked_on_replica(replica)
 
