@@ -77,7 +77,7 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
             disable_tqdm=True,
         )
-        rows = Dataset.from_list([{"prompt": ""}] * sampling.prompts_per_step * me.job.steps)
+        rows = Dataset.from_list([{"prompt": ""}] * sampling.prompts_per_step * 1000)  # TRL begins again at their end
         parts = {"processing_class": tokenizer, "callbacks": [Commit()], "peft_config": lora, "rollout_func": rollout}
         trainer = GRPOTrainer(model, lambda rewards, **_: rewards, config, rows, **parts)
         # TRL corrects for the sampler's log-probabilities only if its sampler is vLLM. So rrl takes the place of TRL's

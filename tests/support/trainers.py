@@ -29,7 +29,8 @@ def submit_example(name: str, folder: Path, changes: Iterable[tuple[str, str]]) 
     """
     shutil.copytree(EXAMPLES / name, folder, dirs_exist_ok=True)
     model = folder / "model"
-    subprocess.run([sys.executable, folder / "make_model.py", model], check=True)
+    made = subprocess.run([sys.executable, folder / "make_model.py", model], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
     toml, *_ = (folder / "job.toml").read_text().partition("[[faults.planned]]")
     lines = [f'path = "{model}"' if line.startswith("path = ") else line for line in toml.splitlines()]
     toml = "\n".join(lines) + "\n"
