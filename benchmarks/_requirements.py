@@ -28,6 +28,7 @@ class Need(StrEnum):
     SMOLLM2 = "the model SmolLM2"
     OPENAI = "OpenAI's client"
     PYSLURM = "a pyslurm that matches Slurm"
+    TRAINERS = "TRL"
     TRACKERS = "TensorBoard, wandb and MLflow"
 
 
@@ -53,6 +54,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "stream": (Need.TORCH,),
     "takeover": (Need.SLURM,),
     "track": (Need.TRACKERS,),
+    "trainers": (Need.TORCH,),
     "weights": (Need.TORCH, Need.UCX),
 }
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
@@ -61,6 +63,7 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
     "slurm_reads": (Need.PYSLURM,),
+    "trainers": (Need.TRAINERS,),
     "weights": (Need.NAMESPACES,),
 }
 """Needs of only a part of a benchmark. If such a need is not met, the benchmark leaves out this part."""
@@ -98,6 +101,15 @@ def _vllm() -> str | None:
     )
 
 
+def _trainers() -> str | None:
+    if importlib.util.find_spec("trl") is not None:
+        return None
+    return (
+        "Python's trl is not installed; to install it: make setup-trainers, and run the benchmark by"
+        " .venv-trainers/bin/python"
+    )
+
+
 def _smollm2() -> str | None:
     folder = make_model.FOLDER.expanduser()
     for each in (folder, folder.with_name(f"{folder.name}-tools")):
@@ -118,6 +130,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.VLLM: _vllm,
     Need.SMOLLM2: _smollm2,
     Need.OPENAI: lambda: _module("openai", "dev"),
+    Need.TRAINERS: _trainers,
     Need.PYSLURM: pyslurm_pair.mismatch,
     Need.TRACKERS: _trackers,
 }

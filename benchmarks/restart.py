@@ -43,7 +43,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -107,6 +107,10 @@ KILL_TIMEOUT_S = 600.0
 """Maximum time (s) for a kill and the recovery from it."""
 
 
+Continues = Callable[[RunDir, Incarnation], int]
+"""Returns the step from which an incarnation of the trainer continues."""
+
+
 class Restart(Struct):
     """One kill and the recovery from it; times (s) are by the clock of this machine, which the manager uses too."""
 
@@ -135,7 +139,17 @@ class Restart(Struct):
         return sum(self.stages())
 
 
-def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Restart:
+def restored_step(run: RunDir, incarnation: Incarnation) -> int:
+    """Return the step from which an incarnation of the trainer continues, according to its log."""
+    log = run.log_file(tag_of(run.id, incarnation)).resolve().read_text()  # a promoted member's is a link
+    matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
+    assert matches, f"{incarnation} logs no step from which it continues:\n{log[-2000:]}"
+    return int(matches[-1])
+
+
+def follow(
+    restart: Restart, events: Sequence[ev.Stamped], run: RunDir, continues: Continues = restored_step
+) -> Restart:
     """Add the times of the recovery to ``restart``, from the events of its run; return ``restart``.
 
     The commit of a step that was restored from a snapshot does not end the recovery, because this step was trained
@@ -154,18 +168,10 @@ def follow(restart: Restart, events: Sequence[ev.Stamped], run: RunDir) -> Resta
             case _ if at >= restart.kill.at:
                 _apply(restart, event, at)
                 if restart.worked is not None and restart.incarnation is not None and not restored:
-                    restored = restored_step(run, restart.incarnation)
+                    restored = continues(run, restart.incarnation)
             case _:
                 pass
     return restart
-
-
-def restored_step(run: RunDir, incarnation: Incarnation) -> int:
-    """Return the step from which an incarnation of the trainer continues, according to its log."""
-    log = run.log_file(tag_of(run.id, incarnation)).resolve().read_text()  # a promoted member's is a link
-    matches = re.findall(rf"{re.escape(str(incarnation))} continues from the (?:snapshot|commit) of step (\d+)", log)
-    assert matches, f"{incarnation} logs no step from which it continues:\n{log[-2000:]}"
-    return int(matches[-1])
 
 
 def _apply(restart: Restart, event: Any, at: float) -> None:
@@ -194,7 +200,7 @@ def job(arm: Arm, cluster: str, ranks: int) -> str:
     return f'{quickstart_with(changes)}\n[recovery]\npolicy = "{arm.policy}"\nbackoff = "0s"\nfull_restarts = 100\n'
 
 
-def kill(run: TestRun, arm: Arm, delay_s: float) -> Restart:
+def kill(run: TestRun, arm: Arm, delay_s: float, continues: Continues = restored_step) -> Restart:
     """Kill the trainer ``delay_s`` seconds after all roles work, and wait until it has committed a step again."""
     run.wait(_works, KILL_TIMEOUT_S)
     time.sleep(delay_s)
@@ -209,7 +215,7 @@ def kill(run: TestRun, arm: Arm, delay_s: float) -> Restart:
         lambda state: (again := state.replica(TRAINER)).incarnation_number > number and again.commits >= MIN_COMMITS,
         KILL_TIMEOUT_S,
     )
-    return follow(restart, run.events(), run.run)
+    return follow(restart, run.events(), run.run, continues)
 
 
 def _works(state: State) -> bool:

@@ -36,7 +36,7 @@ def test_examples_folder_has_jobs() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set up a login node, and a home folder with those files of ``make smollm2`` that a check reads."""
+    """Set up a login node, and a home folder with those files of the examples' models that a check reads."""
     commands, home = tmp_path / "bin", tmp_path / "home"
     commands.mkdir()
     for name, script in SLURM.items():
@@ -47,6 +47,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path / "site-packages", monkeypatch)  # what make test-vllm has
     model_folders.make(make_model.FOLDER.expanduser())
     make_model.with_tools(make_model.FOLDER.expanduser())
+    model_folders.make(home / ".cache" / "rrl" / "digits")  # what examples/trl/make_model.py makes
 
 
 @pytest.mark.usefixtures("site")

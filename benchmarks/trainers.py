@@ -1,0 +1,149 @@
+"""Measures trainers that others have written: what they need to take part in a run, and what a failure costs them.
+
+Parts, each of which can be chosen by ``--part``:
+
+- ``lines``: ``trl_lines`` (bar: 100) and ``fsdp_lines`` (bar: 130): lines of the examples' trainers, blank lines and
+  docstrings included. ``make check`` keeps them formatted at 120 columns.
+- ``trl``: examples/trl, whose trainer is killed by SIGKILL in the middle. ``trl_reward_last`` is the mean reward of its
+  last ten steps (bar: 0.9); ``trl_groups_trained_twice`` and ``trl_groups_lost`` are the groups that several steps, or
+  none, have trained, although each step has trained its share (bars: 0).
+- ``restart``: ``trl_restart_extra_s`` (bar: 1.5): the time from a SIGKILL of the trainer until the commit of the next
+  step that was not trained before it, of TRL minus that of the built-in trainer. Both train the job of examples/trl, in
+  turns; each kill waits for a ready standby process. Difference of the medians.
+
+The parts ``trl`` and ``restart`` need the environment of ``make setup-trainers``:
+``.venv-trainers/bin/python -m rrl.benchmarks.trainers``. The last line is
+one JSON object (benchmarks/_provenance.py); a figure of a part that was not run is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from rrl.benchmarks import restart
+from rrl.benchmarks._provenance import last_line
+from rrl.benchmarks._requirements import Need, check_requirements, missing
+from rrl.benchmarks._table import print_table
+from rrl.tests.support.supervisor import temporary_runs_folder
+from rrl.tests.support.trainers import EXAMPLES, TIMEOUT_S, kill_rank, submit_example, trained_groups
+
+STEPS = 240
+"""Number of steps of examples/trl."""
+GROUPS_PER_STEP = 16
+ROUNDS = 2
+KILLS_PER_RUN = 3
+KILL_WINDOW_S = 5.0
+"""Length (s) of the interval from which the moment of a kill is drawn, after all roles work."""
+COMMAND = 'command = ["python", "trl_trainer.py"]\n'
+ARMS = {"trl": COMMAND, "built_in": ""}
+"""The trainer's command in each arm; without one, it is the built-in trainer."""
+BARS = {
+    "trl_lines": 100,
+    "fsdp_lines": 130,
+    "trl_reward_last": 0.9,
+    "trl_groups_trained_twice": 0,
+    "trl_groups_lost": 0,
+    "trl_restart_extra_s": 1.5,
+}
+AT_LEAST = {"trl_reward_last"}
+"""Figures whose bar is a minimum."""
+PROGRAMS = {"trl_lines": EXAMPLES / "trl" / "trl_trainer.py", "fsdp_lines": EXAMPLES / "fsdp" / "trainer.py"}
+
+Figures = dict[str, float]
+Samples = dict[str, list[float]]
+
+
+def measure_lines() -> tuple[Figures, Samples]:
+    return {name: len(path.read_text().splitlines()) for name, path in PROGRAMS.items() if path.exists()}, {}
+
+
+def measure_trl(folder: Path) -> tuple[Figures, Samples]:
+    run = submit_example("trl", folder, ())
+    kill_rank(run, 0, at_step=STEPS // 2)
+    state = run.wait_end(TIMEOUT_S)
+    assert (state.outcome, state.step) == ("completed", STEPS), state.why
+    run.wait_gone()
+    groups = trained_groups(run)
+    return {
+        "trl_reward_last": run.summary()["reward_last10"],
+        "trl_groups_trained_twice": len(groups) - len(set(groups)),
+        "trl_groups_lost": STEPS * GROUPS_PER_STEP - len(set(groups)),
+    }, {}
+
+
+def measure_restart(folder: Path) -> tuple[Figures, Samples]:
+    seconds: Samples = {arm: [] for arm in ARMS}
+    for turn in range(ROUNDS):
+        for arm, command in ARMS.items():
+            changes = (
+                (COMMAND, command),
+                (f"steps = {STEPS}", f"steps = {restart.STEPS}"),
+                ("[limits]", '[recovery]\nbackoff = "0s"\nper_node = 10\n[limits]'),
+            )
+            run = submit_example("trl", folder / f"{arm}-{turn}", changes)
+            for number in range(KILLS_PER_RUN):
+                delay_s = random.Random(f"{turn}:{number}").uniform(0.0, KILL_WINDOW_S)
+                # a trainer of one's own restores nothing that was trained after the last commit
+                continues = (lambda *_: 1) if command else restart.restored_step
+                killed = restart.kill(run, restart.ARMS["warm_ready"], delay_s, continues)
+                seconds[arm].append(killed.seconds())
+                print(f"{arm}-{turn}: {killed.seconds():.3f} s, load {killed.load}", flush=True)
+            assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(TIMEOUT_S) == 0
+            run.wait_gone(TIMEOUT_S)
+    extra_s = median(seconds["trl"]) - median(seconds["built_in"])
+    return {"trl_restart_extra_s": extra_s}, {f"{arm}_restart_s": values for arm, values in seconds.items()}
+
+
+PARTS = ("lines", "trl", "restart")
+WITH_TRL = {"trl", "restart"}
+"""Parts that need TRL."""
+
+
+def measure(parts: Sequence[str]) -> tuple[Figures, Samples]:
+    figures: Figures = {}
+    samples: Samples = {}
+    for part in parts:
+        with temporary_runs_folder() as folder:
+            match part:
+                case "lines":
+                    found = measure_lines()
+                case "trl":
+                    found = measure_trl(folder)
+                case _:
+                    found = measure_restart(folder)
+        figures |= found[0]
+        samples |= found[1]
+    return figures, samples
+
+
+def print_bars(figures: Figures) -> None:
+    rows = []
+    for name, bar in BARS.items():
+        if (value := figures.get(name)) is not None:
+            least = name in AT_LEAST
+            met = value >= bar if least else value <= bar
+            rows.append([name, f"{value:.4g}", f"{'>=' if least else '<='} {bar}", "met" if met else "MISSED"])
+    print_table(["figure", "value", "bar", ""], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
+    given = parser.parse_args()
+    check_requirements("trainers")
+    lacking = missing(Need.TRAINERS)
+    parts = given.part or [part for part in PARTS if lacking is None or part not in WITH_TRL]
+    if lacking is not None and not WITH_TRL.isdisjoint(parts):
+        parser.exit(2, f"benchmarks/trainers.py: {lacking}\n")
+    figures, samples = measure(parts)
+    print_bars(figures)
+    print(last_line("trainers", {name: figures.get(name) for name in BARS}, samples))
+
+
+if __name__ == "__main__":
+    main()
