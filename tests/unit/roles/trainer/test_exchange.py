@@ -189,6 +189,10 @@ def _is_pickling(module: str) -> bool:
     return module.partition(".")[0] in PICKLES or module.startswith(DISTRIBUTED_CHECKPOINT)
 
 
+USES_DCP = _PACKAGE / "examples/fsdp/trainer.py"
+"""A program as users write it, with checkpoints by DCP. docs/security.md says what others could do to one."""
+
+
 @pytest.mark.parametrize(
     "package", ["roles", "transport", "manager", "cluster", "core", "config", "health", "api", "cli", "examples"]
 )
@@ -196,7 +200,7 @@ def test_no_module_unpickles_data_from_outside(package: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
         for path in sorted((_PACKAGE / package).rglob("*.py"))
-        if (places := unpickles(path.read_text()))
+        if path != USES_DCP and (places := unpickles(path.read_text()))
     }
     assert found == {}
 

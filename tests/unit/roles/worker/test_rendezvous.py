@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from rrl.core.launch import LAUNCH_ENV
+from rrl.core.launch import LAUNCH_ENV, tag_of
 from rrl.core.role_environment import RENDEZVOUS_VARIABLES
+from rrl.core.run_dir import write_atomically
 from rrl.core.types import Incarnation, ReplicaId, member_id
 from rrl.roles.trajectories.types import CommittedState
 from rrl.roles.worker import rendezvous
@@ -24,7 +26,7 @@ from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import HEARTBEAT_S, Manager, Scene
 from rrl.transport.address import NoAddress
-from rrl.transport.messages import FirstWorkDone, Heartbeat
+from rrl.transport.messages import FirstWorkDone, Heartbeat, Hello, Promote
 
 pytestmark = pytest.mark.torch
 
@@ -75,10 +77,11 @@ def member(rank: int, number: int = 1) -> Incarnation:
 
 @contextlib.asynccontextmanager
 async def process(
-    scene: Scene, incarnation: Incarnation, code: str, timeout_s: float = TIMEOUT_S
+    scene: Scene, incarnation: Incarnation, code: str, timeout_s: float = TIMEOUT_S, standby: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start a member that runs ``code``; kill it after the block."""
-    launch = scene.launch(incarnation)
+    launch = msgspec.structs.replace(scene.launch(incarnation), standby=standby)
+    write_atomically(scene.at.run.launch_file(launch.tag), msgspec.json.encode(launch))
     env = {
         "PATH": "/usr/bin:/bin",
         "RRL_HEARTBEAT_INTERVAL": str(HEARTBEAT_S),
@@ -129,6 +132,21 @@ async def test_ranks_meet_at_the_store_of_rank_0_although_the_manager_dies_meanw
             go_on(second)
             await has_met(manager, member(0))
             await has_met(manager, member(1))
+
+
+async def test_promoted_standby_meets_the_gang_that_it_becomes_a_member_of(gang: Scene) -> None:
+    standby = Incarnation(ReplicaId("standby/local1"), 3)
+    async with gang.manager() as manager, contextlib.AsyncExitStack() as stack:
+        waits = await stack.enter_async_context(process(gang, standby, _MEETS, standby=True))
+        await manager.wait_for(Hello, lambda hello: hello.incarnation == standby)
+        first = await stack.enter_async_context(process(gang, member(0, 2), _MEETS))
+        port = (await line_of(first)).split()[-1]
+        await manager.send(standby, Promote(standby, member(1, 2), tag_of(gang.at.run.id, standby)))
+        assert await line_of(waits) == f"1 2 0 1 127.0.0.1 {port}"
+        go_on(first)
+        go_on(waits)
+        await has_met(manager, member(0, 2))
+        await has_met(manager, member(1, 2))
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
