@@ -34,8 +34,8 @@ def main() -> None:
             fully_shard(layer)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=me.job.trainer.learning_rate)
-        if (files := me.committed_files()) is not None:
-            load(model, optimizer, next(iter(files.values())).parent)
+        if (folder := me.committed_folder(share=(me.rank, me.world))) is not None:
+            load(model, optimizer, folder / "dcp")
         weights = whole_weights(model)
         if me.rank == 0:
             me.publish(me.committed or 0, rrl.pack(weights))
@@ -43,10 +43,10 @@ def main() -> None:
             with me.phase("train"):
                 loss = train_step(model, optimizer, advantages(batch.trajectories)[me.rank :: me.world])
             with me.phase("checkpoint"):
-                folder = from_rank0(me.checkpoint_dir(batch.number) if me.rank == 0 else None)
-                save(model, optimizer, folder)
+                tree = from_rank0(me.checkpoint_dir(batch.number) / "dcp" if me.rank == 0 else None)
+                save(model, optimizer, tree)
                 if me.rank == 0:
-                    me.commit(batch.number, list(folder.iterdir()), {"loss": loss})
+                    me.commit(batch.number, [tree], {"loss": loss})
             with me.phase("publish"):
                 weights = whole_weights(model)
                 if me.rank == 0:

@@ -1,13 +1,13 @@
 """Pull one version of the weights from any process that has it or is receiving it, chunk by chunk.
 
-Several chunks are in flight, and each is verified. Chunks come from one source at a time: the first source of the list
-that has not failed. A source is given up in four cases: it sends nothing for longer than usual
+Several chunks are in flight, and each is verified. The chunks of a part come from one source at a time: the first
+source of the list that has not failed. A source is given up in four cases: it sends nothing for longer than usual
 (:class:`AdaptiveTimeout`); it has itself waited too long for a chunk; it does not have the version; a chunk does not
 match its digest. The missing chunks are then requested from the next source. Once all sources have failed, they are
 tried again with twice the timeout, because on a busy machine the only source may have missed a deadline. A source that
 sent several wrong chunks is not tried again. If several ranks of the trainer have published a version in parts, each
-rank is a source only of the chunks of its part. A version becomes current only when it is complete, but each chunk is
-served to other processes as soon as it is verified.
+rank is a source only of the chunks of its part, and all parts are pulled at the same time. A version becomes current
+only when it is complete, but each chunk is served to other processes as soon as it is verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
 chains in the order of their names: each receiver requests from the receiver before it in the chain. The first receivers
@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -248,27 +249,32 @@ class _Pull:
         """Addresses of sources that have failed."""
         self._corrupt: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
-        self._missing: list[int] = []
-        """Heap of the indexes of missing chunks. Chunks are fetched in order, so that the receivers that pull from this
-        process get them in order too."""
         self._superseded: Superseded | None = None
 
     async def run(self) -> Manifest:
         """Pull and commit the version."""
         manifest = await self._fetch_manifest()
-        self._missing.extend(self._store.begin(manifest))  # sorted, and so a heap
-        while self._missing:
-            await self._fetch_from(manifest, await self._source(lambda source: self._has_next(manifest, source)))
-            if self._superseded is not None:
-                raise PullFailed(str(self._superseded))
+        parts: dict[int, list[int]] = {}
+        for index in self._store.begin(manifest):  # sorted, so each list is a heap
+            parts.setdefault(manifest.part_at(manifest.chunks[index].offset).rank, []).append(index)
+        window = max(1, self._window // max(1, len(parts)))
+        await _all([self._fetch_part(manifest, rank, missing, window) for rank, missing in parts.items()])
         self._store.commit(self._version)
         return manifest
 
-    def _has_next(self, manifest: Manifest, source: WeightSource) -> bool:
-        """Return whether the source may have the first missing chunk: a publisher has only the chunks of its part."""
-        rank = manifest.part_at(manifest.chunks[self._missing[0]].offset).rank
+    async def _fetch_part(self, manifest: Manifest, rank: int, missing: list[int], window: int) -> None:
+        """Fetch the chunks of the part that rank ``rank`` of the trainer publishes.
+
+        ``missing`` is the heap of their indexes. Chunks are fetched in order, so that the receivers that pull from this
+        process get them in order too. All parts are fetched at the same time, so that no rank evicts its part before it
+        has been read.
+        """
         publisher = Incarnation(member_id(TRAINER, rank), self._version.incarnation)
-        return source.incarnation == publisher or not is_trainer(source.incarnation.replica)
+        while missing:
+            source = await self._source(lambda one: one.incarnation == publisher or not _publishes(one))
+            await self._fetch_from(manifest, missing, source, window)
+            if self._superseded is not None:
+                raise PullFailed(str(self._superseded))
 
     async def _source(self, eligible: Callable[[WeightSource], bool]) -> WeightSource:
         """Return the first eligible source that has not failed. Raises PullFailed when the deadline has passed."""
@@ -287,7 +293,7 @@ class _Pull:
 
     async def _fetch_manifest(self) -> Manifest:
         while True:
-            source = await self._source(lambda one: one.version is not None or not is_trainer(one.incarnation.replica))
+            source = await self._source(lambda one: one.version is not None or not _publishes(one))
             timeout = self._until_deadline(min(FIRST_CHUNK_TIMEOUT_S * self._timeout_factor, self._max_chunk_timeout))
             try:
                 manifest = await self._transport.manifest(
@@ -300,32 +306,22 @@ class _Pull:
                     return manifest
                 self._quarantine(source, "it describes only its part")
 
-    async def _fetch_from(self, manifest: Manifest, source: WeightSource) -> None:
+    async def _fetch_from(self, manifest: Manifest, missing: list[int], source: WeightSource, window: int) -> None:
         """Fetch from one source until no chunk is missing, or until the source has failed.
 
         After the call, no chunk of this source is still being written or verified.
         """
         progress = _SourceProgress(source)
-        count = min(self._window, len(self._missing))
-        workers = [asyncio.create_task(self._worker(manifest, progress)) for _ in range(count)]
         try:
-            await asyncio.gather(*workers)
+            await _all([self._worker(manifest, missing, progress) for _ in range(min(window, len(missing)))])
         finally:
-            for worker in workers:
-                worker.cancel()  # if one worker raises, gather() leaves the others running
-            await asyncio.wait(workers)
             await asyncio.gather(*progress.checks)
 
-    async def _worker(self, manifest: Manifest, progress: _SourceProgress) -> None:
+    async def _worker(self, manifest: Manifest, missing: list[int], progress: _SourceProgress) -> None:
         """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""
         checking: asyncio.Task[None] | None = None
-        while (
-            self._missing
-            and progress.source.address not in self._quarantined
-            and self._superseded is None
-            and self._has_next(manifest, progress.source)
-        ):
-            index = heapq.heappop(self._missing)
+        while missing and progress.source.address not in self._quarantined and self._superseded is None:
+            index = heapq.heappop(missing)
             chunk = manifest.chunks[index]
             span = range(chunk.offset, chunk.offset + chunk.nbytes)
             requested = self._now()
@@ -340,19 +336,22 @@ class _Pull:
                     self._starvation_timeout(),
                 )
             except TransportError as error:
-                heapq.heappush(self._missing, index)
+                heapq.heappush(missing, index)
                 self._quarantine(progress.source, str(error))
                 return
             except Superseded as error:
                 self._superseded = error  # other workers may still write, but nothing reads that memory
                 return
             except BaseException:
-                heapq.heappush(self._missing, index)
+                heapq.heappush(missing, index)
                 raise
             now = self._now()
             self._adaptive_timeout.observe(progress.on_chunk(requested, now))
             self._deadline = now + self._pull_timeout
-            previous, checking = checking, asyncio.create_task(self._verify(index, chunk.nbytes, progress.source))
+            previous, checking = (
+                checking,
+                asyncio.create_task(self._verify(index, chunk.nbytes, missing, progress.source)),
+            )
             progress.checks.add(checking)  # added before any await, so that a cancelled worker loses no chunk
             checking.add_done_callback(progress.checks.discard)
             if previous is not None:
@@ -360,7 +359,7 @@ class _Pull:
         if checking is not None:
             await asyncio.wait([checking])
 
-    async def _verify(self, index: int, nbytes: int, source: WeightSource) -> None:
+    async def _verify(self, index: int, nbytes: int, missing: list[int], source: WeightSource) -> None:
         try:
             if nbytes > _DIGEST_IN_THREAD_BYTES:
                 good = await asyncio.to_thread(self._store.accept, self._version, index)
@@ -370,7 +369,7 @@ class _Pull:
             self._superseded = error
             return
         if not good:
-            heapq.heappush(self._missing, index)
+            heapq.heappush(missing, index)
             self._corrupt[source.address] += 1
             self._quarantine(source, f"chunk {index} does not match its digest")
             self._transport.disconnect(source.address)
@@ -393,6 +392,22 @@ class _Pull:
     def _until_deadline(self, seconds: float) -> float:
         """Return ``seconds``, but at most the time until the pull itself fails."""
         return min(seconds, max(self._deadline - self._now(), _MIN_TIMEOUT_S))
+
+
+def _publishes(source: WeightSource) -> bool:
+    return is_trainer(source.incarnation.replica)
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at the same time. When this returns or raises, none of them runs any more."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # if one task raises, gather() leaves the others running
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 class _SourceProgress:

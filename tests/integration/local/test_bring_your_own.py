@@ -83,6 +83,49 @@ def test_own_fsdp_ranks_meet_again_after_one_is_killed_and_train_every_group_onc
     assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.2, "the reward did not grow by 0.2"
 
 
+PUBLISH_PART = """
+def publish(me: rrl.Worker, number: int, policy: Policy) -> None:
+    mine = {name: tensor for place, (name, tensor) in enumerate(policy.state_dict().items()) if place % 2 == me.rank}
+    me.publish_shard(number, rrl.pack(mine), part=me.rank, of=me.world)
+
+
+def main() -> None:
+"""
+
+
+@pytest.mark.torch
+def test_ranks_of_an_own_trainer_publish_parts_of_each_version_although_rank_1_is_killed(tmp_path: Path) -> None:
+    """Both ranks train alike, so that they need no group of torch."""
+    shutil.copytree(EXAMPLES / "bring_your_own", tmp_path, dirs_exist_ok=True)
+    programs = {name: (tmp_path / name).read_text() for name in ("trainer.py", "job.toml")}
+    for program, old, new in (
+        ("trainer.py", "\ndef main() -> None:\n", PUBLISH_PART),
+        (
+            "trainer.py",
+            "me.publish(me.committed or 0, rrl.pack(policy.state_dict()))",
+            "publish(me, me.committed or 0, policy)",
+        ),
+        ("trainer.py", "me.publish(batch.number, rrl.pack(policy.state_dict()))", "publish(me, batch.number, policy)"),
+        ("trainer.py", 'with me.phase("checkpoint"):', "if me.rank == 0:"),
+        ("trainer.py", "policy = Policy()", "torch.manual_seed(0)\n    policy = Policy()"),
+        ("job.toml", "steps = 150", "steps = 30"),
+        ("job.toml", "step=30", "step=6"),
+        ("job.toml", "step=60", "step=14"),
+        ("job.toml", '"trainer/0"', '"trainer/0.1"'),
+        ("job.toml", "learning_rate = 0.01", "learning_rate = 0.01\nwarm = false\nranks = 2"),
+    ):
+        assert old in programs[program]
+        programs[program] = programs[program].replace(old, new)
+    (tmp_path / "trainer.py").write_text(programs["trainer.py"])
+    run = submit_here(tmp_path, programs["job.toml"])
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", 30), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert _recovered(run).keys() == {"rollout/1", "trainer/0.1"}
+    assert run.summary()["reward_last10"] > run.summary()["reward_first10"] + 0.1
+
+
 PAGE = Path(__file__).parents[3] / "docs" / "bring-your-own.md"
 
 

@@ -18,6 +18,7 @@ from rrl.transport.weights.base import installed_package
 HERE = Path(__file__).parent
 MODULES = (
     "test_nixl.py",
+    "test_parts.py",
     "test_pull.py",
     "test_seam.py",
     "test_swarm.py",
