@@ -487,7 +487,7 @@ async def test_next_trainer_gets_the_committed_tree_by_relative_path_and_as_a_fo
             assert (folder := heir.committed_folder(share)) is not None
             assert {path.name for path in folder.iterdir()} == {"model", "optimizer"}
         for function in (heir.committed_files, heir.committed_folder):
-            with pytest.raises(ValueError, match=r"share = \(2, 2\) is \(rank, world\)"):
+            with pytest.raises(ValueError, match=r"share=\(2, 2\): expected \(rank, world\)"):
                 function((2, 2))
         files["model/a"].write_text("changed")
         with pytest.raises(DamagedCheckpoint, match="model/a has the digest"):

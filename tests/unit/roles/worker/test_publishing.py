@@ -21,7 +21,7 @@ from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import Manager, Role, Scene
 from rrl.tests.support.weights.source import content
 from rrl.tests.support.weights.transports import SECRET
-from rrl.transport.messages import Fenced
+from rrl.transport.messages import Fenced, FirstWorkDone
 from rrl.transport.weights.manifest import Manifest, ManifestBuilder
 from rrl.transport.weights.store import StoredVersion
 
@@ -111,7 +111,7 @@ async def test_rank_that_dies_before_its_part_is_published_leaves_no_version(
 
 async def test_rank_of_an_older_incarnation_that_publishes_late_is_not_heard(scene: Scene) -> None:
     async with running(scene) as (_, manager, rollout), gang(scene, manager, WORLD) as [_, late]:
-        await eventually(lambda: late.incarnation in manager.peers)
+        await manager.wait_for(FirstWorkDone, lambda one: one.incarnation == late.incarnation)
         late.process.send_signal(signal.SIGSTOP)
         async with gang(scene, manager, WORLD, number=2) as ranks:
             for rank in ranks:

@@ -403,7 +403,14 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     score(store)
     answer = store.part(TRAINER, 2)
     assert isinstance(answer, PartBound)
-    ages = {"reward": 1.0, "parts": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
+    ages = {
+        "reward": 1.0,
+        "training_reward": 0.5,
+        "parts": 1.0,
+        "token_age_p50": 0.0,
+        "token_age_max": 1.0,
+        "token_age_run_max": 1.0,
+    }
     assert _metrics(answer.part, None) == ages
     assert _metrics(answer.part, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.part, stale=BATCH)
