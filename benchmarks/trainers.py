@@ -11,9 +11,12 @@ Parts, each of which can be chosen by ``--part``:
   step that was not trained before it, of TRL minus that of the built-in trainer. Both train the job of examples/trl, in
   turns; each kill waits for a ready standby process. Difference of the medians.
 
-The parts ``trl`` and ``restart`` need the environment of ``make setup-trainers``:
-``.venv-trainers/bin/python -m rrl.benchmarks.trainers``. The last line is
-one JSON object (benchmarks/_provenance.py); a figure of a part that was not run is null.
+- ``moe``: ``moe_reward_gain`` (bar: at least 0.1): examples/moe, in which TRL trains a mixture of experts that vLLM
+  samples. Mean reward of the last 20 steps minus that of the first 20, of the worst of three seeds.
+
+All parts but ``lines`` need ``make setup-trainers`` and ``.venv-trainers/bin/python -m rrl.benchmarks.trainers``. The
+part ``moe`` needs ``make setup-vllm``, too. The last line is one JSON object (benchmarks/_provenance.py); a figure of a
+part that was not run is null.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.supervisor import temporary_runs_folder
-from rrl.tests.support.trainers import EXAMPLES, TIMEOUT_S, kill_rank, submit_example, trained_groups
+from rrl.tests.support.trainers import (
+    EXAMPLES,
+    TIMEOUT_S,
+    VLLM_RRL,
+    kill_rank,
+    reward_gain,
+    submit_example,
+    trained_groups,
+)
 
 STEPS = 240
 """Number of steps of examples/trl."""
@@ -39,6 +50,8 @@ ROUNDS = 2
 KILLS_PER_RUN = 3
 KILL_WINDOW_S = 5.0
 """Length (s) of the interval from which the moment of a kill is drawn, after all roles work."""
+SEEDS = (0, 1, 2)
+"""Seeds of examples/moe, which has 60 steps."""
 COMMAND = 'command = ["python", "trl_trainer.py"]\n'
 ARMS = {"trl": COMMAND, "built_in": ""}
 """The trainer's command in each arm; without one, it is the built-in trainer."""
@@ -49,8 +62,9 @@ BARS = {
     "trl_groups_trained_twice": 0,
     "trl_groups_lost": 0,
     "trl_restart_extra_s": 1.5,
+    "moe_reward_gain": 0.1,
 }
-AT_LEAST = {"trl_reward_last"}
+AT_LEAST = {"trl_reward_last", "moe_reward_gain"}
 """Figures whose bar is a minimum."""
 PROGRAMS = {"trl_lines": EXAMPLES / "trl" / "trl_trainer.py", "fsdp_lines": EXAMPLES / "fsdp" / "trainer.py"}
 
@@ -99,9 +113,26 @@ def measure_restart(folder: Path) -> tuple[Figures, Samples]:
     return {"trl_restart_extra_s": extra_s}, {f"{arm}_restart_s": values for arm, values in seconds.items()}
 
 
-PARTS = ("lines", "trl", "restart")
-WITH_TRL = {"trl", "restart"}
-"""Parts that need TRL."""
+def measure_moe(folder: Path) -> tuple[Figures, Samples]:
+    gains = []
+    for seed in SEEDS:
+        run = submit_example("moe", folder / str(seed), (("seed = 0", f"seed = {seed}"),))
+        state = run.wait_end(TIMEOUT_S)
+        assert state.outcome == "completed", state.why
+        run.wait_gone()
+        gains.append(reward_gain(run))
+        print(f"moe, seed {seed}: {gains[-1]:.3f}", flush=True)
+    return {"moe_reward_gain": min(gains)}, {"moe_reward_gain": gains}
+
+
+PARTS = ("lines", "trl", "restart", "moe")
+
+
+def lacking(part: str) -> str | None:
+    """Return what this machine lacks for the part, and how to get it; None if it lacks nothing."""
+    if part == "moe" and not VLLM_RRL.exists():
+        return f"{VLLM_RRL} does not exist; to install it: make setup-vllm"
+    return None if part == "lines" else missing(Need.TRAINERS)
 
 
 def measure(parts: Sequence[str]) -> tuple[Figures, Samples]:
@@ -114,8 +145,10 @@ def measure(parts: Sequence[str]) -> tuple[Figures, Samples]:
                     found = measure_lines()
                 case "trl":
                     found = measure_trl(folder)
-                case _:
+                case "restart":
                     found = measure_restart(folder)
+                case _:
+                    found = measure_moe(folder)
         figures |= found[0]
         samples |= found[1]
     return figures, samples
@@ -136,11 +169,10 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     check_requirements("trainers")
-    lacking = missing(Need.TRAINERS)
-    parts = given.part or [part for part in PARTS if lacking is None or part not in WITH_TRL]
-    if lacking is not None and not WITH_TRL.isdisjoint(parts):
-        parser.exit(2, f"benchmarks/trainers.py: {lacking}\n")
-    figures, samples = measure(parts)
+    for part in given.part or ():
+        if (why := lacking(part)) is not None:
+            parser.exit(2, f"benchmarks/trainers.py --part {part}: {why}\n")
+    figures, samples = measure(given.part or [part for part in PARTS if lacking(part) is None])
     print_bars(figures)
     print(last_line("trainers", {name: figures.get(name) for name in BARS}, samples))
 

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.core_model_loading import revert_weight_conversion
 from trl import GRPOConfig, GRPOTrainer
 
 import rrl
@@ -46,8 +47,9 @@ def main() -> None:
         def publish() -> None:
             """Offer the weights to the rollouts, under the names of the model's files."""
             weights = trainer.model if lora is None else copy.deepcopy(trainer.model).merge_and_unload()
+            named = revert_weight_conversion(weights, weights.state_dict())  # a mixture of experts has others in memory
             with me.phase("publish"):
-                me.publish(trainer.state.global_step, rrl.pack(weights.state_dict()))
+                me.publish(trainer.state.global_step, rrl.pack(named))
 
         class Commit(TrainerCallback):
             def on_save(self, args, state, *_, **__):
