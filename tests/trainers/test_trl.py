@@ -29,8 +29,6 @@ def test_reward_rises_and_each_group_is_trained_once_although_the_trainer_is_kil
     tmp_path: Path, trainer: str
 ) -> None:
     changes = [("steps = 240", f"steps = {STEPS}"), ("[roles.trainer]\n", f"[roles.trainer]\n{trainer}\n")]
-    if "LORA" in trainer:
-        changes.append(("learning_rate = 1e-3", "learning_rate = 1e-2"))
     run = submit_example("trl", tmp_path, changes)
     kill_rank(run, 0, at_step=STEPS // 2)
     state = run.wait_end(TIMEOUT_S)
