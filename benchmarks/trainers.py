@@ -10,26 +10,32 @@ Parts, each of which can be chosen by ``--part``:
 - ``restart``: ``trl_restart_extra_s`` (bar: 1.5): the time from a SIGKILL of the trainer until the commit of the next
   step that was not trained before it, of TRL minus that of the built-in trainer. Both train the job of examples/trl, in
   turns; each kill waits for a ready standby process. Difference of the medians.
-
 - ``moe``: ``moe_reward_gain`` (bar: at least 0.1): examples/moe, in which TRL trains a mixture of experts that vLLM
   samples. Mean reward of the last 20 steps minus that of the first 20, of the worst of three seeds.
+- ``commit``: ``seconds_per_extra_file`` (bar: 0.002) of a commit of 2,000 files, on the disk of this checkout.
+- ``shares``: ``share_bytes_ratio`` (bar: 0.15) and ``share_decode_ratio`` (bar: 0.05): what one rank of 8 receives of a
+  batch, and computes to read it, over the whole batch and its objects.
+- ``publish``: ``publish_shards_over_one`` (bar: 1.0) and ``largest_process_memory_over_one`` (bar: 0.5) of a version of
+  1 GiB that four ranks publish in parts, over one rank.
 
-All parts but ``lines`` need ``make setup-trainers`` and ``.venv-trainers/bin/python -m rrl.benchmarks.trainers``. The
-part ``moe`` needs ``make setup-vllm``, too. The last line is one JSON object (benchmarks/_provenance.py); a figure of a
-part that was not run is null.
+``trl``, ``restart`` and ``moe`` need ``make setup-trainers``: ``.venv-trainers/bin/python -m rrl.benchmarks.trainers``.
+The part ``moe`` needs ``make setup-vllm``, too. The last line is one JSON object (benchmarks/_provenance.py); a figure
+of a part that was not run is null.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from rrl.benchmarks import restart
-from rrl.benchmarks._provenance import last_line
+from rrl.benchmarks import _trainers_commit, _trainers_publish, _trainers_shares, restart
+from rrl.benchmarks._provenance import RESULTS, last_line
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.supervisor import temporary_runs_folder
@@ -63,16 +69,21 @@ BARS = {
     "trl_groups_lost": 0,
     "trl_restart_extra_s": 1.5,
     "moe_reward_gain": 0.1,
+    "seconds_per_extra_file": 0.002,
+    "share_bytes_ratio": 0.15,
+    "share_decode_ratio": 0.05,
+    "publish_shards_over_one": 1.0,
+    "largest_process_memory_over_one": 0.5,
 }
 AT_LEAST = {"trl_reward_last", "moe_reward_gain"}
 """Figures whose bar is a minimum."""
 PROGRAMS = {"trl_lines": EXAMPLES / "trl" / "trl_trainer.py", "fsdp_lines": EXAMPLES / "fsdp" / "trainer.py"}
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 Samples = dict[str, list[float]]
 
 
-def measure_lines() -> tuple[Figures, Samples]:
+def measure_lines(_: Path) -> tuple[Figures, Samples]:
     return {name: len(path.read_text().splitlines()) for name, path in PROGRAMS.items() if path.exists()}, {}
 
 
@@ -125,32 +136,38 @@ def measure_moe(folder: Path) -> tuple[Figures, Samples]:
     return {"moe_reward_gain": min(gains)}, {"moe_reward_gain": gains}
 
 
-PARTS = ("lines", "trl", "restart", "moe")
+def measure_commit(_: Path) -> tuple[Figures, Samples]:
+    RESULTS.mkdir(exist_ok=True)  # on a disk; the folder of temporary files may be in memory
+    return {"seconds_per_extra_file": _trainers_commit.seconds_per_extra_file(RESULTS / f"commit-{os.getpid()}")}, {}
+
+
+PARTS: Mapping[str, Callable[[Path], tuple[Figures, Samples]]] = {
+    "lines": measure_lines,
+    "trl": measure_trl,
+    "restart": measure_restart,
+    "moe": measure_moe,
+    "commit": measure_commit,
+    "shares": lambda _: (_trainers_shares.measure(), {}),
+    "publish": lambda _: (_trainers_publish.measure(), {}),
+}
+WITH_TRL = {"trl", "restart", "moe"}
 
 
 def lacking(part: str) -> str | None:
     """Return what this machine lacks for the part, and how to get it; None if it lacks nothing."""
     if part == "moe" and not VLLM_RRL.exists():
         return f"{VLLM_RRL} does not exist; to install it: make setup-vllm"
-    return None if part == "lines" else missing(Need.TRAINERS)
+    return missing(Need.TRAINERS) if part in WITH_TRL else None
 
 
-def measure(parts: Sequence[str]) -> tuple[Figures, Samples]:
+def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
     figures: Figures = {}
     samples: Samples = {}
     for part in parts:
         with temporary_runs_folder() as folder:
-            match part:
-                case "lines":
-                    found = measure_lines()
-                case "trl":
-                    found = measure_trl(folder)
-                case "restart":
-                    found = measure_restart(folder)
-                case _:
-                    found = measure_moe(folder)
-        figures |= found[0]
-        samples |= found[1]
+            found, of_part = PARTS[part](folder)
+        figures |= found
+        samples |= of_part
     return figures, samples
 
 
