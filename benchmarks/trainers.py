@@ -10,27 +10,44 @@ Parts, each of which can be chosen by ``--part``:
 - ``restart``: ``trl_restart_extra_s`` (bar: 1.5): the time from a SIGKILL of the trainer until the commit of the next
   step that was not trained before it, of TRL minus that of the built-in trainer. Both train the job of examples/trl, in
   turns; each kill waits for a ready standby process. Difference of the medians.
+- ``moe``: ``moe_reward_gain`` (bar: at least 0.1): examples/moe, in which TRL trains a mixture of experts that vLLM
+  samples. Mean reward of the last 20 steps minus that of the first 20, of the worst of three seeds.
+- ``commit``: ``seconds_per_extra_file`` (bar: 0.002) of a commit of 2,000 files, on the disk of this checkout.
+- ``shares``: ``share_bytes_ratio`` (bar: 0.15) and ``share_decode_ratio`` (bar: 0.05): what one rank of 8 receives of a
+  batch, and computes to read it, over the whole batch and its objects.
+- ``publish``: ``publish_shards_over_one`` (bar: 1.0) and ``largest_process_memory_over_one`` (bar: 0.5) of a version of
+  1 GiB that four ranks publish in parts, over one rank.
 
-The parts ``trl`` and ``restart`` need the environment of ``make setup-trainers``:
-``.venv-trainers/bin/python -m rrl.benchmarks.trainers``. The last line is
-one JSON object (benchmarks/_provenance.py); a figure of a part that was not run is null.
+``trl``, ``restart`` and ``moe`` need ``make setup-trainers``: ``.venv-trainers/bin/python -m rrl.benchmarks.trainers``.
+The part ``moe`` needs ``make setup-vllm``, too. The last line is one JSON object (benchmarks/_provenance.py); a figure
+of a part that was not run is null.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from rrl.benchmarks import restart
-from rrl.benchmarks._provenance import last_line
+from rrl.benchmarks import _trainers_commit, _trainers_publish, _trainers_shares, restart
+from rrl.benchmarks._provenance import RESULTS, last_line
 from rrl.benchmarks._requirements import Need, check_requirements, missing
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.supervisor import temporary_runs_folder
-from rrl.tests.support.trainers import EXAMPLES, TIMEOUT_S, kill_rank, submit_example, trained_groups
+from rrl.tests.support.trainers import (
+    EXAMPLES,
+    TIMEOUT_S,
+    VLLM_RRL,
+    kill_rank,
+    reward_gain,
+    submit_example,
+    trained_groups,
+)
 
 STEPS = 240
 """Number of steps of examples/trl."""
@@ -39,6 +56,8 @@ ROUNDS = 2
 KILLS_PER_RUN = 3
 KILL_WINDOW_S = 5.0
 """Length (s) of the interval from which the moment of a kill is drawn, after all roles work."""
+SEEDS = (0, 1, 2)
+"""Seeds of examples/moe, which has 60 steps."""
 COMMAND = 'command = ["python", "trl_trainer.py"]\n'
 ARMS = {"trl": COMMAND, "built_in": ""}
 """The trainer's command in each arm; without one, it is the built-in trainer."""
@@ -49,16 +68,22 @@ BARS = {
     "trl_groups_trained_twice": 0,
     "trl_groups_lost": 0,
     "trl_restart_extra_s": 1.5,
+    "moe_reward_gain": 0.1,
+    "seconds_per_extra_file": 0.002,
+    "share_bytes_ratio": 0.15,
+    "share_decode_ratio": 0.05,
+    "publish_shards_over_one": 1.0,
+    "largest_process_memory_over_one": 0.5,
 }
-AT_LEAST = {"trl_reward_last"}
+AT_LEAST = {"trl_reward_last", "moe_reward_gain"}
 """Figures whose bar is a minimum."""
 PROGRAMS = {"trl_lines": EXAMPLES / "trl" / "trl_trainer.py", "fsdp_lines": EXAMPLES / "fsdp" / "trainer.py"}
 
-Figures = dict[str, float]
+Figures = dict[str, Any]
 Samples = dict[str, list[float]]
 
 
-def measure_lines() -> tuple[Figures, Samples]:
+def measure_lines(_: Path) -> tuple[Figures, Samples]:
     return {name: len(path.read_text().splitlines()) for name, path in PROGRAMS.items() if path.exists()}, {}
 
 
@@ -99,25 +124,50 @@ def measure_restart(folder: Path) -> tuple[Figures, Samples]:
     return {"trl_restart_extra_s": extra_s}, {f"{arm}_restart_s": values for arm, values in seconds.items()}
 
 
-PARTS = ("lines", "trl", "restart")
-WITH_TRL = {"trl", "restart"}
-"""Parts that need TRL."""
+def measure_moe(folder: Path) -> tuple[Figures, Samples]:
+    gains = []
+    for seed in SEEDS:
+        run = submit_example("moe", folder / str(seed), (("seed = 0", f"seed = {seed}"),))
+        state = run.wait_end(TIMEOUT_S)
+        assert state.outcome == "completed", state.why
+        run.wait_gone()
+        gains.append(reward_gain(run))
+        print(f"moe, seed {seed}: {gains[-1]:.3f}", flush=True)
+    return {"moe_reward_gain": min(gains)}, {"moe_reward_gain": gains}
 
 
-def measure(parts: Sequence[str]) -> tuple[Figures, Samples]:
+def measure_commit(_: Path) -> tuple[Figures, Samples]:
+    RESULTS.mkdir(exist_ok=True)  # on a disk; the folder of temporary files may be in memory
+    return {"seconds_per_extra_file": _trainers_commit.seconds_per_extra_file(RESULTS / f"commit-{os.getpid()}")}, {}
+
+
+PARTS: Mapping[str, Callable[[Path], tuple[Figures, Samples]]] = {
+    "lines": measure_lines,
+    "trl": measure_trl,
+    "restart": measure_restart,
+    "moe": measure_moe,
+    "commit": measure_commit,
+    "shares": lambda _: (_trainers_shares.measure(), {}),
+    "publish": lambda _: (_trainers_publish.measure(), {}),
+}
+WITH_TRL = {"trl", "restart", "moe"}
+
+
+def lacking(part: str) -> str | None:
+    """Return what this machine lacks for the part, and how to get it; None if it lacks nothing."""
+    if part == "moe" and not VLLM_RRL.exists():
+        return f"{VLLM_RRL} does not exist; to install it: make setup-vllm"
+    return missing(Need.TRAINERS) if part in WITH_TRL else None
+
+
+def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
     figures: Figures = {}
     samples: Samples = {}
     for part in parts:
         with temporary_runs_folder() as folder:
-            match part:
-                case "lines":
-                    found = measure_lines()
-                case "trl":
-                    found = measure_trl(folder)
-                case _:
-                    found = measure_restart(folder)
-        figures |= found[0]
-        samples |= found[1]
+            found, of_part = PARTS[part](folder)
+        figures |= found
+        samples |= of_part
     return figures, samples
 
 
@@ -136,11 +186,10 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     check_requirements("trainers")
-    lacking = missing(Need.TRAINERS)
-    parts = given.part or [part for part in PARTS if lacking is None or part not in WITH_TRL]
-    if lacking is not None and not WITH_TRL.isdisjoint(parts):
-        parser.exit(2, f"benchmarks/trainers.py: {lacking}\n")
-    figures, samples = measure(parts)
+    for part in given.part or ():
+        if (why := lacking(part)) is not None:
+            parser.exit(2, f"benchmarks/trainers.py --part {part}: {why}\n")
+    figures, samples = measure(given.part or [part for part in PARTS if lacking(part) is None])
     print_bars(figures)
     print(last_line("trainers", {name: figures.get(name) for name in BARS}, samples))
 

@@ -28,40 +28,44 @@ lora = (
 
 def main() -> None:
     """Train from the newest commit to the last step. A standby process has run the lines above, and waits here."""
-    with me:
-        sampling, committed = me.job.sampling, me.committed_files()
-        batches = me.batches(after=me.committed)
+    with me:  # with several ranks, Accelerate finds them in the environment
+        sampling, share = me.job.sampling, (me.rank, me.world)
+        committed, batches = me.committed_folder(share), me.batches(after=me.committed, share=share)
 
         def rollout(prompts: list[str], _: GRPOTrainer) -> dict[str, list]:
-            """Return the next batch. The prompts, answers and rewards are those of rrl's store, not those of TRL."""
+            """Return this rank's share of the next batch: prompts, answers and rewards of rrl's store, none of TRL."""
             batch = next(batches, None) or sys.exit()  # None: a stop was requested
-            answers = sorted(batch.trajectories, key=lambda one: one.group)
+            mine = batch.arrays
+            starts, ends, middles = mine.starts[:-1], mine.starts[1:], mine.starts[:-1] + mine.prompt_lengths
             return {
-                "prompt_ids": [list(one.prompt) for one in answers],
-                "completion_ids": [list(one.tokens) for one in answers],
-                "logprobs": [list(one.logprobs) for one in answers],
-                "rewards": [one.training for one in answers],
+                "prompt_ids": [mine.tokens[a:b].tolist() for a, b in zip(starts, middles, strict=True)],
+                "completion_ids": [mine.tokens[a:b].tolist() for a, b in zip(middles, ends, strict=True)],
+                "logprobs": [mine.logprobs[a:b].tolist() for a, b in zip(middles, ends, strict=True)],
+                "rewards": mine.training.tolist(),
             }
 
         def publish() -> None:
             """Offer the weights to the rollouts, under the names of the model's files."""
-            weights = trainer.model if lora is None else copy.deepcopy(trainer.model).merge_and_unload()
-            with me.phase("publish"):
-                me.publish(trainer.state.global_step, rrl.pack(weights.state_dict()))
+            if me.rank == 0:
+                weights = trainer.model if lora is None else copy.deepcopy(trainer.model).merge_and_unload()
+                with me.phase("publish"):
+                    me.publish(trainer.state.global_step, rrl.pack(dict(rrl.hf_tensors(weights))))
 
         class Commit(TrainerCallback):
             def on_save(self, args, state, *_, **__):
                 """Move TRL's checkpoint of this step to where rrl keeps it, and commit the step."""
-                with me.phase("checkpoint"):
-                    folder = me.checkpoint_dir(state.global_step)
-                    Path(args.output_dir, f"checkpoint-{state.global_step}").rename(folder)
-                    numbers = {k: v for k, v in state.log_history[-1].items() if isinstance(v, int | float)}
-                    me.commit(state.global_step, list(folder.iterdir()), numbers)
+                trainer.accelerator.wait_for_everyone()  # until each rank has written its files
+                if me.rank == 0:
+                    with me.phase("checkpoint"):
+                        folder = me.checkpoint_dir(state.global_step)
+                        Path(args.output_dir, f"checkpoint-{state.global_step}").rename(folder)
+                        numbers = {k: v for k, v in state.log_history[-1].items() if isinstance(v, int | float)}
+                        me.commit(state.global_step, [folder], numbers)
 
         config = GRPOConfig(
             output_dir=str(me.run_dir.path / f"trl-{me.launch.incarnation.number}"),
             max_steps=me.job.steps,
-            per_device_train_batch_size=sampling.prompts_per_step * sampling.group_size,
+            per_device_train_batch_size=sampling.prompts_per_step * sampling.group_size // me.world,
             num_generations=sampling.group_size,
             max_completion_length=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -85,7 +89,7 @@ def main() -> None:
         trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=publish)
         trainer._last_loaded_step = None
         with me.phase("train"):
-            trainer.train(resume_from_checkpoint=str(next(iter(committed.values())).parent) if committed else None)
+            trainer.train(resume_from_checkpoint=committed and str(committed))
         publish()
 
 

@@ -47,7 +47,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path / "site-packages", monkeypatch)  # what make test-vllm has
     model_folders.make(make_model.FOLDER.expanduser())
     make_model.with_tools(make_model.FOLDER.expanduser())
-    model_folders.make(home / ".cache" / "rrl" / "digits")  # what examples/trl/make_model.py makes
+    for name in ("digits", "digits-moe"):  # what examples/trl/make_model.py makes
+        model_folders.make(home / ".cache" / "rrl" / name)
 
 
 @pytest.mark.usefixtures("site")

@@ -359,13 +359,17 @@ def check_records(run: RunDir) -> Outcome | None:
     return outcome
 
 
-def submit_here(tmp_path: Path, toml: str) -> TestRun:
-    """Submit a job to the local cluster in the background; the run ends at the latest when the calling process ends."""
+def submit_here(tmp_path: Path, toml: str, rrl: str = RRL) -> TestRun:
+    """Submit a job to the local cluster in the background; the run ends at the latest when the calling process ends.
+
+    Args:
+        rrl: The program rrl, whose environment the run's own roles have.
+    """
     end_runs_with_caller(tmp_path / "runs")
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen([RRL, *argv], env=env, text=True, **popen)
+        return subprocess.Popen([rrl, *argv], env=env, text=True, **popen)
 
     return submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
 
