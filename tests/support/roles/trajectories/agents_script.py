@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.durable.audit import Audit
@@ -288,6 +289,9 @@ def check(
             ends = FailAttempt | FinishEpisode | EndTurn
             assert last is None or isinstance(request, FailAttempt) or isinstance(last[0], ends)
             continue
+        if isinstance(given, EpisodeTurns) and isinstance(again, EpisodeTurns) and repeated[-1] is None:
+            # The end of the attempt's replica may be recorded, and the change of members not yet be known.
+            again = replace(again, turns=again.turns + again.recorded, recorded=())
         fenced = isinstance(again, Denied) and again.fenced and request.incarnation not in members
         assert again == given or fenced, (request, again)
     start = store.committed(TRAINER)
