@@ -153,16 +153,16 @@ def _all_work_again(before: Incarnations, restarted: Sequence[ReplicaId], state:
 
 
 def _between_commits(state: State) -> bool:
-    """Return whether the trainer has just published the first step after a commit."""
+    """Return whether the trainer has published a step of which the next commit is at least two steps away."""
     published = state.replica(TRAINER).weight_version
-    return all_work(state) and published is not None and published.step == state.step + 1
+    return all_work(state) and published is not None and published.step % 5 in (1, 2, 3)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("snapshots", [True, False])
 def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp_path: Path, snapshots: bool) -> None:
-    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 100")
+    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0].replace("steps = 300", "steps = 150")
     keys = f"checkpoint_every = 5\nsnapshots = {str(snapshots).lower()}\n"
     run = submit_here(tmp_path, toml.replace("[roles.trainer]\n", f"[roles.trainer]\n{keys}") + OFTEN)
     joined_incarnations(run)
@@ -171,7 +171,7 @@ def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp
         _kill(before, TRAINER)
         run.wait_back_alone(before, TRAINER)
     state = run.wait_end(600.0)
-    assert (state.outcome, state.step) == (Outcome.COMPLETED, 100), state.why
+    assert (state.outcome, state.step) == (Outcome.COMPLETED, 150), state.why
     run.wait_gone()
     check_sound(run.run)
     logs = "\n".join(path.read_text() for path in sorted(run.run.logs.glob("*.log")))
@@ -180,4 +180,4 @@ def test_built_in_trainer_continues_between_two_commits_from_a_snapshot_only(tmp
     restored = [int(step) for text in continued for step in re.findall(r"the snapshot of step (\d+)", text)]
     assert bool(restored) == snapshots, continued
     assert not snapshots or any(step % 5 for step in restored), "no snapshot between two commits was used"
-    assert [event.step for event in _committed(run)] == list(range(1, 101))
+    assert [event.step for event in _committed(run)] == list(range(1, 151))
