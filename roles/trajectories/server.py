@@ -352,10 +352,15 @@ class _Parts:
 
     def __init__(self, store: Store) -> None:
         self._whole = cache(store.bound)
-        self.encoded = cache(self._encode)
+        self._encoded: dict[tuple[int, int | None, Share | None], msgspec.Raw | Denied] = {}
+
+    def encoded(self, number: int, index: int | None, share: Share | None) -> msgspec.Raw | Denied:
+        """Return a share of a bound part, encoded; or a denial if it does not fit into one message."""
+        if (wanted := (number, index, share)) not in self._encoded:
+            self._encoded[wanted] = self._encode(*wanted)
+        return self._encoded[wanted]
 
     def _encode(self, number: int, index: int | None, share: Share | None) -> msgspec.Raw | Denied:
-        """Encode a share of a bound part, or deny it if it does not fit into one message."""
         data = msgspec.msgpack.encode(PartBound(cut(self._whole(number, index), share)))
         if len(data) + _FRAME_OVERHEAD_BYTES <= CONTROL_BOUNDS.max_frame_bytes:
             return msgspec.Raw(data)

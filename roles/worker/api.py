@@ -384,8 +384,9 @@ class Worker:
             tensors: (name, dtype, shape, bytes) of each tensor; :func:`rrl.pack` makes them from a state dict.
 
         Raises:
-            ValueError: a tensor has another dtype or shape than in the version before, or the version has other
-                tensors; or the step was published with other contents. The previous version stays current.
+            ValueError: this is not rank 0; a tensor has another dtype or shape than in the version before, or the
+                version has other tensors; or the step was published with other contents. The previous version stays
+                current.
         """
         self.publish_shard(number, tensors, part=0, of=1)
 

@@ -406,7 +406,8 @@ class ManagerConnection:
 
         The first member of a trainer's gang reports for all, as each member may have only a part of the version.
         """
-        if self.launch.incarnation != self.launch.incarnation.gang:
+        me = self.launch.incarnation
+        if is_trainer(me.replica) and me != me.gang:
             return None
         stored = self.weights.current()
         return stored.manifest.version if stored is not None else None

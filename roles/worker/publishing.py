@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from ...core.types import Version, rank_of
+from ...core.types import Version, member_id, rank_of
 from ...transport.weights.manifest import Manifest, ManifestBuilder, TensorSpec, join_parts, layout, placed
 from ..launcher.end_report import Misuse
 from .connection import ManagerConnection
@@ -60,6 +60,8 @@ def publish_part(
     rank = rank_of(connection.launch.incarnation.replica)
     if not 0 <= part < of:
         raise Misuse(f"step {number}: part = {part} of = {of}: the parts are 0 to of - 1")
+    if rank and of == 1:
+        raise Misuse(f"step {number}: rank {rank} publishes a whole version; only rank 0 may, or all ranks parts of it")
     if of > 1 and of > connection.world:
         raise Misuse(f"step {number}: of = {of}, but this trainer has {connection.world} ranks")
     specs, nbytes = layout(described)
@@ -120,17 +122,24 @@ def _manifest_of_version(connection: ManagerConnection, mine: Manifest) -> Manif
 
 
 async def _collect(connection: ManagerConnection, mine: Manifest) -> list[Manifest]:
-    """Return the manifests of all parts; ``mine`` is the part of rank 0."""
-    parts = [mine]
-    asked = [
-        asyncio.ensure_future(connection.offered_manifest(rank, mine.version)) for rank in range(1, connection.world)
-    ]
+    """Return the manifests of all parts; ``mine`` is the part of rank 0.
+
+    If each rank has to publish a part, this process reports that it waits for the first rank that has not.
+    """
+    gang, parts = connection.launch.incarnation.gang.replica, [mine]
+    asked = {
+        asyncio.ensure_future(connection.offered_manifest(rank, mine.version)): member_id(gang, rank)
+        for rank in range(1, connection.world)
+    }
     try:
-        for offered in asyncio.as_completed(asked):
-            _check_fits(parts, part := await offered)
-            parts.append(part)
-            if len(parts) == mine.of:
-                break
+        while len(parts) < mine.of:
+            awaited = next(iter(asked.values())) if mine.of == connection.world else None
+            with connection.status.blocked_on_replica(awaited):
+                offered, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for each in offered:
+                del asked[each]
+                _check_fits(parts, part := each.result())
+                parts.append(part)
     finally:
         for each in asked:
             each.cancel()

@@ -127,10 +127,7 @@ def _await_rank0(connection: ManagerConnection) -> tuple[str, int]:
         peer = peers.peers.get(first.replica)
         return peer.rendezvous_address if peer is not None and peer.incarnation == first else None
 
-    connection.status.blocked_on = first.replica
-    try:
+    with connection.status.blocked_on_replica(first.replica):
         found = await_peers(connection.on_peers, connection.stopping, address)
-    finally:
-        connection.status.blocked_on = None
     host, _, port = found.removeprefix("tcp://").rpartition(":")
     return host, int(port)

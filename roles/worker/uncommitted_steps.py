@@ -10,6 +10,22 @@ from collections.abc import Iterable, Mapping
 
 from ..trajectories.types import PackedPart, TrainedStep
 
+BATCH_METRICS = frozenset(
+    {
+        "reward",
+        "training_reward",
+        "parts",
+        "token_age_run_max",
+        "token_age_p50",
+        "token_age_max",
+        "unscored_groups",
+        "unscored_share",
+        "stale_groups",
+        "stale_share",
+    }
+)
+"""Metrics of a step that are computed from its batch."""
+
 
 class UncommittedSteps:
     """The uncommitted steps of which all parts were received, by number, with their metrics.
@@ -62,7 +78,7 @@ class UncommittedSteps:
     def with_metrics(self, number: int, metrics: Mapping[str, float]) -> TrainedStep:
         """Return the uncommitted step ``number`` with further metrics, none of which replaces one of the batch."""
         step = self.get(number)
-        added = {f"trainer_{name}" if name in step.metrics else name: value for name, value in metrics.items()}
+        added = {f"trainer_{name}" if name in BATCH_METRICS else name: value for name, value in metrics.items()}
         return TrainedStep(number, step.digest, step.metrics | added)
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:

@@ -198,7 +198,7 @@ def join_parts(parts: Iterable[Manifest], secret: bytes) -> Manifest:
     """
     tensors, chunks, places, end = list[TensorSpec](), list[Chunk](), list[Part](), 0
     for part in sorted(parts, key=lambda each: each.parts[0].number):
-        offset = _aligned(end)
+        offset = _aligned(end) if part.nbytes else end
         specs, digests = placed(part, offset)
         tensors += specs
         chunks += digests

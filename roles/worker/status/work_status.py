@@ -99,8 +99,8 @@ class WorkStatus:
                 self._store_calls -= 1
 
     @contextmanager
-    def blocked_on_replica(self, replica: ReplicaId) -> Iterator[None]:
-        """Report inside the block that this process waits for ``replica``, whatever its phase is."""
+    def blocked_on_replica(self, replica: ReplicaId | None) -> Iterator[None]:
+        """Report inside the block that this process waits for ``replica``, if it is not None, whatever its phase is."""
         self.blocked_on = replica
         try:
             yield

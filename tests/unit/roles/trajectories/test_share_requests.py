@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from rrl.core.types import Incarnation, member_id
 from rrl.roles.trajectories.batches import Part, decode
 from rrl.roles.trajectories.client import WrongArgument
 from rrl.roles.trajectories.partition import shares_of
+from rrl.roles.trajectories.server import _Parts
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import By, Denied, GetPart, NotReady, PartBound, PostScores, Score, Share
 from rrl.tests.support.roles.trajectories.crew import (
@@ -113,6 +116,21 @@ def test_share_of_a_part_whose_group_is_another_ranks_has_no_tokens(tmp_path: Pa
             score(store, at_most=GROUP)
         parts = [_share(store, who, Share(rank, 2), 1, index) for rank, who in enumerate(RANKS)]
         assert [len(part.arrays.ids) for part in parts] == ([GROUP, 0] if owner == 0 else [0, GROUP])
+
+
+def test_encoded_parts_of_a_round_do_not_wait_for_a_garbage_collection(tmp_path: Path) -> None:
+    store = _ready(tmp_path)
+    _share(store, TRAINER, Share(0, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        parts = _Parts(store)
+        assert parts.encoded(1, None, Share(0, 2)) is parts.encoded(1, None, Share(0, 2))
+        kept = weakref.ref(parts)
+        del parts
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import Manager, Role, Scene
 from rrl.tests.support.weights.source import content
 from rrl.tests.support.weights.transports import SECRET
-from rrl.transport.messages import Fenced, FirstWorkDone
+from rrl.transport.messages import Fenced, FirstWorkDone, Heartbeat
 from rrl.transport.weights.manifest import Manifest, ManifestBuilder
 from rrl.transport.weights.store import StoredVersion
 
@@ -75,6 +75,8 @@ async def test_version_is_offered_once_all_parts_are_published_and_a_late_rollou
             for rank in (2, 0):
                 ranks[rank].start_publishing(1)
                 await ranks[rank].waits(manager)
+            pair = ranks[0].incarnation, ranks[1].incarnation.replica
+            await manager.wait_for(Heartbeat, lambda one: (one.incarnation, one.waits_for) == pair)
             assert store.newest_version is None
             ranks[1].start_publishing(1)
             assert [await rank.published() for rank in ranks] == [1, 1, 1]
@@ -163,14 +165,16 @@ async def test_rank_that_contradicts_the_others_gets_an_error_and_may_publish_ag
             published.set()
 
         def second() -> None:
+            with pytest.raises(Misuse, match="step 4: rank 1 publishes a whole version; only rank 0 may"):
+                publish(other, 4, "abcd", 0, of=1)  # a step that rank 0 never publishes
             publish(other, 1, "cd", 1)
             publish(other, 2, "cd", 1)
             with pytest.raises(Misuse, match="part = 2 of = 2: the parts are 0 to of - 1"):
                 publish(other, 3, "cd", 2)
             with pytest.raises(
-                Misuse, match="rank 1 publishes part 0 of 1, but the version is complete with the parts"
+                Misuse, match="rank 1 publishes part 1 of 2, but the version is complete with the parts"
             ):
-                publish(other, 3, "abcd", 0, of=1)
+                publish(other, 3, "cd", 1)
 
         me, other = scene.worker(crew.TRAINER), scene.worker(SECOND)
         roles: list[tuple[Role, Incarnation]] = [

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
-from rrl.roles.worker.uncommitted_steps import UncommittedSteps
+from rrl.roles.worker.uncommitted_steps import BATCH_METRICS, UncommittedSteps
 
 _ids = count()
 
@@ -99,3 +99,19 @@ def test_metric_of_the_trainer_does_not_replace_one_of_the_batch() -> None:
     for step in (steps.get(9), steps.with_metrics(9, {"kl": 2.0})):
         values = [step.metrics[name] for name in ("reward", "trainer_reward", "training_reward", "loss")]
         assert values == [0.625, 7.0, 1.625, 1.0]
+
+
+def test_commit_may_give_metrics_again_that_the_step_has() -> None:
+    steps = UncommittedSteps(None)
+    steps.add(FIRST)
+    steps.add(SECOND)
+    steps.trained(9, {"reward": 7.0, "loss": 1.0})
+    metrics = steps.with_metrics(9, {"reward": 8.0, "loss": 2.0}).metrics
+    assert metrics == steps.get(9).metrics | {"trainer_reward": 8.0, "loss": 2.0}
+
+
+def test_all_metrics_of_a_batch_are_named() -> None:
+    steps = UncommittedSteps(4)
+    steps.add(FIRST)
+    steps.add(msgspec.structs.replace(SECOND, unscored=9))
+    assert steps.get(9).metrics.keys() == BATCH_METRICS

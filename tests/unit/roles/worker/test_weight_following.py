@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rrl.core.run_spec import ROLE_TRAITS, TransportSpec
-from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version, member_id
 from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import ManagerConnection
 from rrl.tests.support.listening_manager import TIMEOUT_S, lab
@@ -52,15 +52,18 @@ Play = Callable[[Story], None]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Return a function that runs a test with a rollout for which no source counts as too slow."""
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Play:
+    """Return a function that runs a test with a rollout for which no source counts as too slow.
+
+    The parameter is the id of the rollout; default: that of ``ME``.
+    """
     monkeypatch.setattr(link_module, "AdaptiveTimeout", calm)
     monkeypatch.setattr(pull, "FIRST_CHUNK_TIMEOUT_S", TIMEOUT_S)
 
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:
         with lab(tmp_path) as at:
-            launch = at.launch(replica=ME.replica)
+            launch = at.launch(replica=getattr(request, "param", ME.replica))
             connection = ManagerConnection(launch, at.run, at.keys, 1.0, TRANSPORT, ROLE_TRAITS["rollout"])
             async with transport_for("tcp") as pipe:
                 rollout = Rollout(connection, SpyTransport(pipe))
@@ -97,6 +100,20 @@ def test_pull_from_a_working_source_is_finished_before_the_newest_version(play: 
                     rollout.receive(newer, weight_source(at, version=newer))
                 publisher.feed()
             await until(lambda: rollout.held == [V1, V3])
+
+    play(story)
+
+
+@pytest.mark.parametrize("play", [ME.replica, member_id(ME.replica, 1)], indirect=True)
+def test_each_version_is_pulled_once_also_by_a_further_member(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        publisher = Publisher(V3)
+        async with served("tcp", publisher.store) as at:
+            for version in (V1, V2):
+                offer(publisher, version)
+                rollout.receive(version, weight_source(at, version=version))
+                await until(lambda newest=version: newest in rollout.held)  # type: ignore[misc]
+        assert rollout.held == [V1, V2]
 
     play(story)
 

@@ -182,6 +182,16 @@ def test_manifest_of_a_version_has_the_tensors_and_chunks_of_all_parts_at_aligne
     assert manifest.is_whole
 
 
+def test_part_may_be_empty() -> None:
+    with ManifestBuilder(VERSION, [], memoryview(b""), SECRET, CHUNK, part=1, of=2, rank=1) as builder:
+        empty = builder.sign()
+    with ManifestBuilder(VERSION, [("w", "uint8", (9,), 9)], content(9), SECRET, CHUNK, of=2) as builder:
+        builder.mark_filled(9)
+        first = builder.sign()
+    manifest = join_parts([empty, first], SECRET)
+    assert manifests.decode(manifests.encode(manifest), VERSION, SECRET) == manifest
+
+
 def test_manifest_of_the_only_part_is_that_of_the_version() -> None:
     manifest = describe(VERSION, [("w", "uint8", (9,), 9)], content(9), SECRET)
     assert join_parts([manifest], SECRET) == manifest
