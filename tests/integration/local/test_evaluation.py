@@ -14,7 +14,7 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.durable.records import FIRST_EVALUATED
-from rrl.tests.support.runs import RRL, TestRun, check_sound, light_job, submit_here
+from rrl.tests.support.runs import RRL, TestRun, all_work, check_sound, light_job, submit_here
 from rrl.tests.support.trackers.sent_steps import sent
 
 STEPS, EVERY, COUNT, SAMPLES = 12, 4, 40, 2
@@ -36,13 +36,8 @@ It has 80 answers of five tokens of 50 ms, in rounds of 16.
 
 
 def _wait_evaluating(run: TestRun, step: int) -> None:
-    """Wait until rollouts have the weights of a step whose evaluation has no result yet."""
-    run.wait(lambda state: state.step >= step and state.evaluated < step and _rollouts_have(run, step))
-
-
-def _rollouts_have(run: TestRun, step: int) -> bool:
-    versions = [replica.weight_version for replica in run.state().replicas.values() if replica.role == "rollout"]
-    return any(version is not None and version.step == step for version in versions)
+    """Wait until all roles work, and the evaluation of a step has no result yet."""
+    run.wait(lambda state: state.step >= step and state.evaluated < step and all_work(state))
 
 
 def _kill(run: TestRun, replica: str) -> None:
