@@ -47,7 +47,8 @@ def max_length(path: str | None, max_tokens: int | None = None) -> int:
     file = Path(path) / CONFIG
     config = read_json(file)
     if not config:
-        raise ValueError(f"{file} does not exist, or is empty")
+        fix = "name the folder of a model, or set `max_length` in [model]"
+        raise ValueError(f"{file} does not exist, or is empty, so the maximum length of a text is unknown; {fix}")
     for table in _tables(config):
         for key in ("max_position_embeddings", "n_positions", "n_ctx"):
             if isinstance(limit := table.get(key), int):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+MAX_WORLD = 65_536
+"""Maximum number of shares. The store keeps a list for each, so a mistaken world must not take all of its memory."""
+
 
 def checked_share(share: tuple[int, int]) -> tuple[int, int]:
     """Return ``share``, (rank, world), unchanged.
 
     Raises:
-        ValueError: It is no pair of integers with 0 <= rank < world.
+        ValueError: It is no pair of integers with 0 <= rank < world <= MAX_WORLD.
     """
     match share:
-        case (int(rank), int(world)) if 0 <= rank < world:
+        case (rank, world) if type(rank) is int is type(world) and 0 <= rank < world <= MAX_WORLD:
             return rank, world
-    raise ValueError(f"share={share!r}: expected (rank, world) with 0 <= rank < world, such as (me.rank, me.world)")
+    raise ValueError(
+        f"share={share!r}: expected (rank, world) with 0 <= rank < world <= {MAX_WORLD}, such as (me.rank, me.world)"
+    )

@@ -44,7 +44,7 @@ def size(text: str) -> int:
     if match := re.fullmatch(_SIZE, text.strip()):
         number = float(match[1]) if "." in match[1] else int(match[1])
         nbytes = int(number * _BYTES[match[2]])
-        if nbytes < 2**63:
+        if nbytes < 2**63 and not ("." in match[1] and match[2] == "B"):
             return nbytes
     raise ValueError(f'{text!r} is not a size; write for example "16GiB" or "512MiB"')
 

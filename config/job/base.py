@@ -64,7 +64,9 @@ def _duration(value: object) -> object:
 def _size(value: object) -> object:
     if isinstance(value, str):
         return size(value)
-    raise ValueError(f'a size needs a unit; write for example "{value}MiB"')
+    raise ValueError(
+        f'a size needs a unit; write for example "{value if isinstance(value, int) and value > 0 else 512}MiB"'
+    )
 
 
 DURATION = BeforeValidator(_duration)

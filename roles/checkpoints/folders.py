@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import Attempt, RunDir, attempt_of, sync
@@ -33,6 +34,11 @@ LINKS = ".committed"
 
 Digest = dict[str, Any]
 """The digest of one file in a manifest: ``{"sha256": hex, "bytes": n}``."""
+
+
+class _FileDigest(Struct):
+    sha256: str
+    bytes: int
 
 
 class StoredFiles(Struct, frozen=True):
@@ -66,11 +72,15 @@ def as_paths(files: object) -> list[Path]:
     """Return the paths of a checkpoint's files, which a user may have given as strings.
 
     Raises:
-        TypeError: ``files`` is a single file, or not a list of paths.
+        TypeError: ``files`` is a single file, or no list, or one is not a path.
     """
-    if isinstance(files, str | Path) or not isinstance(files, Iterable):
+    if isinstance(files, str | bytes | Path) or not isinstance(files, Iterable):
         raise TypeError(f"me.commit(step, files): files must be a list of paths, not {files!r}")
-    return [Path(file) for file in files]
+    given = [*files]
+    for file in given:
+        if not isinstance(file, str | os.PathLike) or "\0" in str(file):
+            raise TypeError(f"me.commit(step, files): {file!r} is not a path")
+    return [Path(file) for file in given]
 
 
 def describe(run_dir: Path, paths: Iterable[Path], known: Mapping[str, Digest] = {}) -> dict[str, Any]:
@@ -86,9 +96,15 @@ def describe(run_dir: Path, paths: Iterable[Path], known: Mapping[str, Digest] =
         ``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.
 
     Raises:
-        ValueError: there are no files; one is not a regular file or is given twice; or they are not in one folder.
+        TypeError: ``known`` is not a mapping of names to digests.
+        ValueError: there are no files; one is not a regular file, has a name that is not printable, changes meanwhile,
+            or is given twice; they are not in one folder; or ``known`` has others.
         OSError: a file could not be read or synced.
     """
+    try:
+        msgspec.convert(known, dict[str, _FileDigest])
+    except msgspec.ValidationError as error:
+        raise TypeError(f"me.commit(step, files, digests=...): {error}; expected one dict of me.digests") from None
     checkpoints, folders, names = RunDir(run_dir).checkpoints, set[Path](), list[str]()
     for path in paths:
         inside = path.relative_to(checkpoints).parts if path.is_relative_to(checkpoints) else ()
@@ -105,6 +121,10 @@ def describe(run_dir: Path, paths: Iterable[Path], known: Mapping[str, Digest] =
     names.sort()
     if twice := next((name for name, following in itertools.pairwise(names) if name == following), None):
         raise ValueError(f"{folder / twice} is given twice: name each file once, itself or by a folder above it")
+    if others := sorted(known.keys() - names):
+        raise ValueError(
+            f"digests has {others[0]!r}, which is not among the files of the commit: name it or its folder"
+        )
     digests = make_durable(folder, [name for name in names if name not in known])
     return {
         "folder": folder.relative_to(run_dir).as_posix(),
@@ -120,7 +140,9 @@ def _regular_files(folder: Path, name: str) -> Iterator[str]:
         if not stat.S_ISREG(mode):
             kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
             raise ValueError(f"{path} is {kind}: a checkpoint has regular files only")
-        yield path.relative_to(folder).as_posix()
+        if not (found := path.relative_to(folder).as_posix()).isprintable():
+            raise ValueError(f"{folder}: {found!r} is not a printable name of a file: rename it")
+        yield found
 
 
 def _files_below(path: Path) -> Iterator[tuple[Path, int]]:
@@ -192,12 +214,21 @@ def _compare(path: Path, expected: Digest) -> None:
 
 
 def digest_of(path: Path, *, durable: bool = False) -> Digest:
-    """Return the digest of a file, which is read completely, and synced first if ``durable``. Raises OSError."""
+    """Return the digest of a file, which is read completely, and synced first if ``durable``.
+
+    Raises:
+        OSError: the file could not be read or synced.
+        ValueError: the file is to be durable, but has changed meanwhile.
+    """
     with path.open("rb") as file:
         if durable:
             os.fsync(file.fileno())
+        before = os.fstat(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"sha256": digest, "bytes": file.tell()}
+        read, after = file.tell(), os.fstat(file.fileno())
+        if durable and (before.st_mtime_ns, read) != (after.st_mtime_ns, after.st_size):
+            raise ValueError(f"{path} has changed while it was read: commit it after its last write")
+        return {"sha256": digest, "bytes": read}
 
 
 def exact_folder(run_dir: Path, manifest: dict[str, Any]) -> Path:

@@ -265,8 +265,13 @@ def _check_weights(folder: Path) -> str:
             if name not in headers[str(file)]:
                 raise ValueError(f"{folder / str(file)} lacks the tensor {name}, which {WEIGHT_INDEX} names")
     torch_names = {code: dtype for dtype, (code, _) in DTYPES.items()}
-    codes = {tensor["dtype"] for header in headers.values() for tensor in header.values()}
-    return ", ".join(sorted(torch_names.get(code, code) for code in codes))
+    codes = set[str]()
+    for file, header in headers.items():
+        for name, tensor in header.items():
+            if not isinstance(code := tensor.get("dtype"), str):
+                raise ValueError(f"{folder / file} is not a safetensors file: its header has no dtype of {name}")
+            codes.add(torch_names.get(code, code))
+    return ", ".join(sorted(codes))
 
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────

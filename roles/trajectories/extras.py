@@ -21,9 +21,11 @@ def pack_extras(extras: Mapping[str, bytes], tokens: int, declared: Mapping[str,
     """Pack the extras of a segment of ``tokens`` tokens.
 
     Raises:
-        TypeError: An extra is not of type bytes.
+        TypeError: ``extras`` is not a mapping, or an extra is not of type bytes.
         ValueError: An extra is not declared, lacks although each token must have it, or is not as long as declared.
     """
+    if not isinstance(extras, Mapping):
+        raise TypeError(f'extras is of type {type(extras).__name__}; it must be a dict, such as {{"name": bytes}}')
     if not declared and not extras:
         return ()
     for name, given in extras.items():

@@ -23,7 +23,7 @@ from ...core.phases import BETWEEN, STOPPING
 from ...core.run_dir import OwnPath, RunDir
 from ...core.run_spec import RunSpec
 from ...core.shares import checked_share
-from ...core.text import exit_invalid_config
+from ...core.text import exit_invalid_config, shortened
 from ...core.types import DataReport, NodeName, ReplicaId, Version
 from ...transport.keys import RunKeys
 from ...transport.messages import Evaluated, Goodbye, Peers
@@ -35,7 +35,7 @@ from ..trajectories.batches import Batch, Part
 from ..trajectories.types import A, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
 from . import rendezvous
 from .connection import ManagerConnection, Stopping
-from .publishing import copies, publish_part
+from .publishing import checked_tensors, copies, publish_part
 from .status.episode_status import EpisodeStatus
 from .status.external_waits import waiting
 from .status.work_status import CurrentPhase, entered_phase
@@ -296,7 +296,7 @@ class Worker:
         Raises:
             ValueError: ``share`` or ``by`` is wrong, or another rank has passed another world or ``by``.
         """
-        return self._parts(after, _checked(share, by), in_parts=False)
+        return self._parts(_check_step("batches", after or 0), _checked(share, by), in_parts=False)
 
     def parts(self, after: int | None = None, share: tuple[int, int] | None = None, by: By = "group") -> Iterator[Part]:
         """Yield the batch of each step after step ``after`` in parts: training begins before the batch is complete.
@@ -310,10 +310,10 @@ class Worker:
         The arguments are those of :meth:`batches`. A part may have fewer groups than there are ranks; then some ranks
         get no tokens, unless ``by`` is ``"sequence"``.
         """
-        return self._parts(after, _checked(share, by), in_parts=True)
+        return self._parts(_check_step("parts", after or 0), _checked(share, by), in_parts=True)
 
-    def _parts(self, after: int | None, share: Share | None, *, in_parts: bool) -> Iterator[Part]:
-        number, index = (after or 0) + 1, 0
+    def _parts(self, after: int, share: Share | None, *, in_parts: bool) -> Iterator[Part]:
+        number, index = after + 1, 0
         while number <= self.job.steps:
             part = self._data.part(number, index if in_parts else None, share)
             if part is None:
@@ -326,6 +326,7 @@ class Worker:
 
     def checkpoint_dir(self, number: int) -> Path:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
+        _check_step("checkpoint_dir", number)
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.incarnation.number)
 
     def digests(self, files: Sequence[Path]) -> dict[str, Digest]:
@@ -402,10 +403,9 @@ class Worker:
             ValueError: as for :meth:`publish`; or the part is published by another rank, ``of`` differs from that of
                 another rank, or a tensor is in two parts. Rank 0 raises it, if the ranks contradict each other.
         """
-        if isinstance(tensors, Mapping):
-            raise TypeError("me.publish(step, tensors): pass rrl.pack(state_dict), not the state dict itself")
+        tensors = checked_tensors(number, tensors)
         described = [(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors]
-        with self.phase("publish") if of > 1 else nullcontext():
+        with nullcontext() if of == 1 else self.phase("publish"):
             publish_part(
                 self._connection,
                 self.job.transport.chunk,
@@ -580,6 +580,13 @@ def _bypass_proxies(host: str) -> None:
     given = [each.strip() for name in _NO_PROXY for each in os.environ.get(name, "").split(",")]
     value = "*" if "*" in given else ",".join(dict.fromkeys([*filter(None, given), host]))
     os.environ.update(dict.fromkeys(_NO_PROXY, value))
+
+
+def _check_step(call: str, number: int) -> int:
+    """Return the number of a step unchanged. A request with anything else would be dropped by the store."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"me.{call}: {shortened(number)} is not the number of a step, such as batch.number")
+    return number
 
 
 def _checked(share: tuple[int, int] | None, by: By) -> Share | None:

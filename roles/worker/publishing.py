@@ -9,11 +9,14 @@ version, and an older incarnation is never asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from ...core.text import shortened
 from ...core.types import Version, member_id, rank_of
 from ...transport.weights.manifest import Manifest, ManifestBuilder, TensorSpec, join_parts, layout, placed
+from ..checkpoints.stored_tensors import DTYPES
 from ..launcher.end_report import Misuse
 from .connection import ManagerConnection
 
@@ -54,8 +57,14 @@ def publish_part(
 
     Raises:
         ValueError: The number of functions differs from the number of descriptions.
-        Misuse: The part contradicts another part, or the version before.
+        Misuse: An argument is malformed, or the part contradicts another part, or the version before.
     """
+    for key, value in (("step", number), ("part", part), ("of", of)):
+        if type(value) is not int:
+            raise Misuse(f"me.publish: {key} = {shortened(value)}, which is not an int")
+    if number < 0:
+        raise Misuse(f"me.publish: step = {number}: the first version is that of step 0")
+    _check_described(number, described)
     version, store = Version(number, connection.launch.incarnation.number), connection.weights
     rank = rank_of(connection.launch.incarnation.replica)
     if not 0 <= part < of:
@@ -89,14 +98,55 @@ def publish_part(
         connection.announce_version(version)
 
 
+def checked_tensors(number: int, tensors: object) -> list[tuple[str, str, tuple[int, ...], memoryview]]:
+    """Return the tensors of ``me.publish`` with their bytes as a flat view. Raises TypeError or Misuse."""
+    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        raise TypeError("me.publish(step, tensors): pass rrl.pack(state_dict), not the state dict itself")
+    checked = []
+    for each in tensors:
+        match each:
+            case [name, dtype, shape, data]:
+                checked.append((name, dtype, shape, _flat(f"step {number}: tensor {shortened(name)}", data)))
+            case _:
+                expected = "(name, dtype, shape, memoryview), as rrl.pack(state_dict) returns"
+                raise Misuse(f"step {number}: {shortened(each)} is not a tensor of the form {expected}")
+    return checked
+
+
+def _check_described(number: int, described: Sequence[TensorDescription]) -> None:
+    """Raise Misuse if a description is malformed, names a tensor twice, or has a size that the tensor cannot have."""
+    names = set[str]()
+    for name, dtype, shape, nbytes in described:
+        at = f"step {number}: tensor {shortened(name)}"
+        if not isinstance(name, str) or name in names:
+            raise Misuse(f"{at}: " + ("it is given twice" if name in names else "its name is not a str"))
+        names.add(name)
+        if not isinstance(dtype, str):
+            raise Misuse(f"{at}: its dtype is {shortened(dtype)}, which is not a str such as 'float32'")
+        if not isinstance(shape, tuple | list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise Misuse(f"{at}: its shape is {shortened(shape)}, which is not a tuple of ints")
+        if dtype in DTYPES and math.prod(shape) * DTYPES[dtype][1] != nbytes:
+            raise Misuse(f"{at}: {nbytes} bytes are not the size of {_shown((dtype, tuple(shape)))}")
+
+
 def copies(contents: Iterable[memoryview]) -> Iterator[Write]:
     """Yield, for the bytes of each tensor, a function that copies these bytes."""
     for content in contents:
-        yield partial(_copy, content.cast("B") if content.format != "B" else content)
+        yield partial(_copy, _flat("a tensor", content))
+
+
+def _flat(at: str, content: object) -> memoryview:
+    """Return a flat view of the bytes of a tensor. Raises Misuse if there is none; ``at`` says where."""
+    if not isinstance(content, memoryview) or not content.c_contiguous:
+        kind = "a view with gaps" if isinstance(content, memoryview) else f"of type {type(content).__name__}"
+        raise Misuse(f"{at}: its bytes are {kind}; they must be a contiguous memoryview, as rrl.pack returns")
+    return content.cast("B") if content.nbytes else memoryview(b"")
 
 
 def _copy(content: memoryview, into: memoryview) -> None:
     """Copy ``content`` in slices, between which other threads can run."""
+    if len(content) != len(into):
+        raise Misuse(f"a tensor has {len(content)} bytes, but its description {len(into)}")
     for start in range(0, len(into), _COPY_SLICE_BYTES):
         copied = slice(start, start + _COPY_SLICE_BYTES)
         into[copied] = content[copied]

@@ -5,9 +5,11 @@ A step that was received as a whole batch is a step of one part.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ...core.text import shortened
 from ..trajectories.types import PackedPart, TrainedStep
 
 BATCH_METRICS = frozenset(
@@ -59,10 +61,10 @@ class UncommittedSteps:
         Raises:
             ValueError: The step is committed, or not all of its parts were received.
         """
-        step = self._complete.get(number)
+        step = self._complete.get(number) if type(number) is int else None  # True and 1.0 are equal to 1
         if step is None:
             raise ValueError(
-                f"cannot commit step {number}: it has no uncommitted batch; "
+                f"cannot commit step {number!r}: it has no uncommitted batch; "
                 f"the uncommitted steps are {sorted(self._complete)}"
             )
         return step
@@ -76,9 +78,17 @@ class UncommittedSteps:
         self._complete[number] = self.with_metrics(number, metrics)
 
     def with_metrics(self, number: int, metrics: Mapping[str, float]) -> TrainedStep:
-        """Return the uncommitted step ``number`` with further metrics, none of which replaces one of the batch."""
+        """Return the uncommitted step ``number`` with further metrics, none of which replaces one of the batch.
+
+        Raises:
+            TypeError: ``metrics`` is not a mapping of names to numbers.
+            ValueError: The step is committed, or not all of its parts were received.
+        """
         step = self.get(number)
-        added = {f"trainer_{name}" if name in BATCH_METRICS else name: value for name, value in metrics.items()}
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics of step {number}: {shortened(metrics)} is not a dict of names and numbers")
+        numbers = {name: _as_number(number, name, value) for name, value in metrics.items()}
+        added = {f"trainer_{name}" if name in BATCH_METRICS else name: value for name, value in numbers.items()}
         return TrainedStep(number, step.digest, step.metrics | added)
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:
@@ -93,6 +103,14 @@ class UncommittedSteps:
         """Remove the steps up to ``number``, which is committed."""
         for step in [step for step in list(self._complete) if step <= number]:
             self._complete.pop(step)
+
+
+def _as_number(step: int, name: object, value: object) -> float:
+    """Return a metric as a float. A request with anything else would be dropped by the store, and repeated forever."""
+    if isinstance(name, str) and not isinstance(value, str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # a tensor may raise any of them
+            return float(value)  # type: ignore[arg-type]
+    raise TypeError(f"metrics of step {step}: {shortened(name)} = {shortened(value)} is not a name and a number")
 
 
 class _BatchMetrics:

@@ -114,6 +114,8 @@ class LeasedTrajectories:
                 pack(segment, self._extras)
             except (TypeError, ValueError, OverflowError, AttributeError) as error:
                 raise Misuse(f"{name}: {error}") from error
+            if type(segment.offset) is not int:
+                raise Misuse(f"{name}: its offset is {shortened(segment.offset)}, which is not an int")
             if leased is None:
                 continue
             name, count = f"{name} (group {leased.group})", len(segment.tokens)
@@ -287,10 +289,24 @@ class ScoringLease:
         Returns:
             0 normally. If ``faulty`` is not empty, and faults of the scorer's code have dropped more than half of the
             run's newest groups, the number of these dropped groups. The role should then end.
+
+        Raises:
+            ValueError: a score is malformed.
         """
+        _check_scores(scores)
         request = self._connection.store.ask(PostScores, tuple(scores), failed or {}, tuple(faulty))
         faulty_groups = self._connection.call_store(request).faulty_groups
         self._posted += len(scores) + len(failed or {})
         reported = self._connection.status.done - self._done_before
         self._connection.progress(max(0, self._posted - reported))
         return faulty_groups
+
+
+def _check_scores(scores: Sequence[Score]) -> None:
+    """Raise Misuse if a score is malformed. The store would drop the request, which would be repeated forever."""
+    for one in scores:
+        if type(one.trajectory) is not int or not all(
+            isinstance(each, float | int) for each in (one.reward, one.training)
+        ):
+            expected = "rrl.Score(trajectory, reward, training) with an int and two numbers"
+            raise Misuse(f"a score is {shortened(one)}; expected {expected}")

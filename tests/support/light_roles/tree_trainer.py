@@ -1,7 +1,8 @@
 """A gang without a model whose checkpoint is a tree. Each rank writes a part of it, and a file that is not committed.
 
-Rank 1 of the first incarnation kills itself while it writes its part of step :data:`DIES_AT`. Rank 0 of each later
-incarnation creates ``linked.<incarnation>`` in the run directory once it has the folder of the commit, and waits for
+Rank 1 of the first incarnation kills itself while it writes its part of step :data:`DIES_AT`. All ranks of the third
+kill themselves when step :data:`ALL_DIE_AT` is committed and not yet published. Rank 0 of each later incarnation
+creates ``linked.<incarnation>`` in the run directory once it has the folder of the commit, and waits for
 ``go.<incarnation>`` before it reads from it.
 """
 
@@ -16,6 +17,7 @@ import rrl
 from rrl.tests.support.light_roles.light_trainer import meet, publish
 
 DIES_AT = 3
+ALL_DIE_AT = 4
 
 
 def main() -> None:
@@ -35,6 +37,9 @@ def main() -> None:
                 meet(me, f"{batch.number}-written")
                 if me.rank == 0 and not me.stopping.is_set():
                     me.commit(batch.number, [part.parent.with_name(f"rank-{rank}") for rank in range(me.world)])
+            if (me.launch.incarnation.number, batch.number) == (3, ALL_DIE_AT):
+                meet(me, "committed")
+                os.kill(os.getpid(), signal.SIGKILL)
             if me.rank == 0:
                 publish(me, batch.number)
 

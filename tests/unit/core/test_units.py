@@ -37,7 +37,7 @@ def test_invalid_duration_is_refused_with_an_example(text: str) -> None:
         seconds(text)
 
 
-@pytest.mark.parametrize("text", ["", "5", "GiB", "5G", "-1GiB", "5 gib", "9" * 400 + "B", "9" * 15 + "TiB"])
+@pytest.mark.parametrize("text", ["", "5", "GiB", "5G", "1.5B", "-1GiB", "5 gib", "9" * 400 + "B", "9" * 15 + "TiB"])
 def test_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match='write for example "16GiB"'):
         size(text)

@@ -402,6 +402,7 @@ _OWN = 'command = ["true"]\n'
         (_OWN, 'engine = "vllm"\n', True),
         (_OWN, "", False),
         ("", _OWN, False),
+        ("", 'engine = "vllm"\n', False),
     ],
 )
 def test_model_is_checked_only_for_the_built_in_roles_that_load_it(
@@ -421,6 +422,21 @@ def test_model_is_checked_only_for_the_built_in_roles_that_load_it(
     assert ("no *.safetensors" in error) == (not trainer)
     (folder / "tokenizer.json").write_text("{}")
     assert main.run(["check", "--no-task", str(site.job)]) == 2
+
+
+def test_own_programs_need_only_the_length_of_a_text_from_a_folder_without_a_model(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folders.make(site.job.parent / "m", 128)
+    (folder / "config.json").rename(folder / "generation_config.json")  # with the end of sequence
+    job = _with_model().replace('kind = "local"', 'kind = "slurm"') + f"[roles.trainer]\n{_OWN}"
+    job = job.replace("[roles.rollout]\n", f"[roles.rollout]\n{_OWN}")
+    site.slurm().job.write_text(job)
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("unknown; name the folder of a model, or set `max_length` in [model]")
+    site.job.write_text(job.replace("[model]\n", "[model]\nmax_length = 64\n"))
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
 
 
 def test_model_missing_on_this_machine_is_refused_only_if_the_roles_run_here(

@@ -270,6 +270,7 @@ WRONG: list[tuple[str, str, str]] = [
         ' "outage", not "explode"',
     ),
     ('"4GiB"', "4", 'job.toml:7: cluster.node.mem: a size needs a unit; write for example "4MiB"'),
+    ('"4GiB"', "-4", 'job.toml:7: cluster.node.mem: a size needs a unit; write for example "512MiB"'),
     (
         '"4GiB"',
         '"4 gigs"',
@@ -561,6 +562,11 @@ WRONG: list[tuple[str, str, str]] = [
         'job.toml:13: sampling.extras.experts.per_token: must be at least 1, not "0B"',
     ),
     (
+        "[task]",
+        '[sampling.extras]\nexperts = { per_token = "1.5B" }\n[task]',
+        'job.toml:13: sampling.extras.experts.per_token: \'1.5B\' is not a size; write for example "16GiB" or "512MiB"',
+    ),
+    (
         "[roles.rollout]",
         '[sampling.extras]\nimage = { per_trajectory = "33MiB" }\n[roles.rollout]\ncommand = ["mine"]',
         "job.toml:17: sampling.extras.image.per_trajectory: is more than 32MiB, which fit into a message to the store;"
@@ -674,6 +680,12 @@ WRONG: list[tuple[str, str, str]] = [
         "[task]",
         '[roles.trainer]\ncommand = ["x"]\nranks = 2\nenv = { MASTER_PORT = "29500" }\n[task]',
         "job.toml:15: roles.trainer.env.MASTER_PORT: rrl.join() sets this variable for each incarnation of a replica;"
+        " remove it",
+    ),
+    (
+        "[task]",
+        '[commands.x]\ncommand = ["x"]\nenv = { MASTER_PORT = "29500" }\n[task]',
+        "job.toml:14: commands.x.env.MASTER_PORT: rrl.join() sets this variable for each incarnation of a replica;"
         " remove it",
     ),
     (

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -63,10 +65,16 @@ def test_foreign_name_states_no_attempt() -> None:
     assert [attempt_of(name) for name in ("step-3", "lost+found", "step-3.x.0", "mine.1.2")] == [None] * 4
 
 
-@pytest.mark.parametrize("files", ["state.pt", Path("state.pt"), 3])
+@pytest.mark.parametrize("files", ["state.pt", b"state.pt", Path("state.pt"), None, 3])
 def test_files_of_a_checkpoint_that_are_not_a_list_are_refused(files: object) -> None:
     with pytest.raises(TypeError, match="files must be a list of paths, not "):
         as_paths(files)
+
+
+@pytest.mark.parametrize("file", [None, b"state.pt", ["state.pt"], "a\0b"])
+def test_file_of_a_checkpoint_that_is_no_path_is_refused(file: object) -> None:
+    with pytest.raises(TypeError, match=r"me\.commit\(step, files\): .* is not a path"):
+        as_paths([file])
 
 
 def test_paths_of_checkpoint_files_may_be_strings() -> None:
@@ -117,6 +125,9 @@ def test_files_and_all_folders_up_to_the_checkpoints_are_synced_folders_last(
         (lambda at: None, "..", "is not in a folder that me.checkpoint_dir"),
         (lambda at: _write(at.parent / "mine", "a"), "../mine/a", "is not in a folder that me.checkpoint_dir"),
         (lambda at: (at / "empty").mkdir(), "empty", "but 0 files in 1 folders were given"),
+        (lambda at: socket.socket(socket.AF_UNIX).bind(str(at / "s")), "", "/s is not a regular file"),
+        (lambda at: _write(at, "a\nb"), "", r"step-3.1.0: 'a\\nb' is not a printable name of a file: rename it"),
+        (lambda at: _write(at, os.fsdecode(b"\xff")), "", r"step-3.1.0: '\\udcff' is not a printable name"),
     ],
 )
 def test_what_is_no_regular_file_of_the_folder_is_refused(
@@ -144,6 +155,35 @@ def test_files_outside_of_a_checkpoint_in_two_or_none_or_twice_are_refused(run: 
             describe(run.path, wrong)
     with pytest.raises(FileNotFoundError, match="missing"):
         describe(run.path, [folder / "missing"])
+
+
+def test_file_that_changes_while_it_is_committed_is_refused(
+    run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(file: Any, algorithm: str) -> Any:
+        digest = hash_file(file, algorithm)
+        if Path(file.name).name == "meta.json":
+            with Path(file.name).open("ab") as writer:
+                writer.write(b"late")
+        return digest
+
+    hash_file = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", change)
+    with pytest.raises(ValueError, match=r"/meta\.json has changed while it was read: commit it after its last write"):
+        describe(run.path, [folder])
+
+
+@pytest.mark.parametrize(
+    ("digests", "why"),
+    [
+        ([{"meta.json": {"sha256": "", "bytes": 1}}], r"digests=\.\.\.\): Expected `object`, got `array`.*one dict"),
+        ({"meta.json": 3}, "Expected `object`, got `int`"),
+        ({"other": {"sha256": "", "bytes": 1}}, "digests has 'other', which is not among the files of the commit"),
+    ],
+)
+def test_digests_that_are_not_those_of_the_files_are_refused(run: RunDir, folder: Path, digests: Any, why: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=why):
+        describe(run.path, [folder], digests)
 
 
 # ── shares ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -157,12 +157,29 @@ def test_checkpoint_without_one_hugging_face_folder_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def _damaged_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], object]:
+def _damaged_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def write(folder: Path) -> None:
         _weights(folder, max_shard_size="20KB")
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         change(index["weight_map"])
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return write
+
+
+def _header(header: object) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        text = json.dumps(header).encode()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+    return write
+
+
+def _with_config(text: str) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        _header({})(folder)
+        (folder / "config.json").write_text(text)
 
     return write
 
@@ -177,6 +194,17 @@ def _truncated(folder: Path) -> None:
     ("write", "why"),
     [
         (_truncated, r"step-1\.1\.0/model\.safetensors has only \d+ of the \d+ bytes that its header declares"),
+        (_header({"a": {"data_offsets": [0, 0]}}), r"step-1\.1\.0/model\.safetensors is not a safetensors file"),
+        (_header({"a": {"dtype": 3, "data_offsets": [0, 0]}}), "is not a safetensors file"),
+        (_header({"a": {"dtype": "F32", "data_offsets": [0, "4"]}}), "is not a safetensors file"),
+        (_header([]), "is not a safetensors file"),
+        (_with_config("{"), r"step-1\.1\.0/config\.json cannot be read: Expecting property name"),
+        (_with_config("[]"), r"step-1\.1\.0/config\.json does not contain a JSON object"),
+        (
+            _damaged_index(lambda files: files.update({"more": "../other.safetensors"})),
+            r"index\.json names \.\./other\.safetensors, which was not committed",
+        ),
+        (_damaged_index(lambda files: files.update({"more": None})), "names None, which was not committed"),
         (_touch("config.json", "model.safetensors"), r"step-1\.1\.0/model\.safetensors is not a safetensors file"),
         (
             _damaged_index(lambda files: files.update({"more": "other.safetensors"})),

@@ -53,9 +53,12 @@ def _image(trajectory: int, offset: int, image: bytes, tokens: tuple[int, ...] =
         ({"experts": b"1234"}, "extra 'experts' has 4 bytes; 3 tokens take 6 bytes, 2 each"),
         ({"experts": b"123456", "image": bytes(9)}, "extra 'image' has 9 bytes; [sampling.extras] allows 8"),
         ({"experts": [1, 2, 3]}, "extra 'experts' is of type list; it must be bytes"),
+        ({"experts": bytearray(6)}, "extra 'experts' is of type bytearray; it must be bytes"),
+        ([b"123456"], "extras is of type list; it must be a dict"),
+        (None, "extras is of type NoneType; it must be a dict"),
     ],
 )
-def test_wrong_extra_is_one_line_that_says_what_would_be_right(given: dict[str, Any], message: str) -> None:
+def test_wrong_extra_is_one_line_that_says_what_would_be_right(given: Any, message: str) -> None:
     declared = {"experts": ExtraSpec(per_token=2), **IMAGE}
     with pytest.raises((TypeError, ValueError)) as refused:
         pack_extras(given, 3, declared)

@@ -6,7 +6,9 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import numpy
 import pytest
 
 from rrl.core.types import TRAINER, Incarnation, Version, member_id
@@ -185,6 +187,64 @@ async def test_rank_that_contradicts_the_others_gets_an_error_and_may_publish_ag
         await eventually(lambda: rollout.held and rollout.held.manifest.version == Version(3, 1))
         for role, incarnation in roles:
             await manager.dismiss(role, incarnation)
+
+
+A = memoryview(bytes(8))
+GAPS = memoryview(bytes(16))[::2]
+TENSOR = ("a", "uint8", (8,), A)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"number": "1"}, "me.publish: step = '1', which is not an int"),
+        ({"number": True}, "step = True, which is not an int"),
+        ({"number": -1}, "step = -1: the first version is that of step 0"),
+        ({"of": 0}, "part = 0 of = 0: the parts are 0 to of - 1"),
+        ({"part": -1}, "part = -1 of = 1: the parts are 0 to of - 1"),
+        ({"part": 0.0}, "part = 0.0, which is not an int"),
+        ({"part": "0"}, "part = '0', which is not an int"),
+        ({"of": None}, "of = None, which is not an int"),
+        ({"tensors": {"a": A}}, "pass rrl.pack(state_dict), not the state dict itself"),
+        ({"tensors": None}, "pass rrl.pack(state_dict), not the state dict itself"),
+        ({"tensors": {"a": A}.items()}, "is not a tensor of the form (name, dtype, shape, memoryview), as rrl.pack"),
+        ({"tensors": "abc"}, "step 1: 'a' is not a tensor of the form"),
+        (
+            {"tensors": [("a", "uint8", (8,), bytes(8))]},
+            "tensor 'a': its bytes are of type bytes; they must be a contig",
+        ),
+        ({"tensors": [("a", "uint8", (8,), numpy.zeros(8))]}, "its bytes are of type ndarray"),
+        ({"tensors": [("a", "uint8", (8,), GAPS)]}, "its bytes are a view with gaps; they must be a contiguous"),
+        ({"tensors": [TENSOR, TENSOR]}, "step 1: tensor 'a': it is given twice"),
+        ({"tensors": [(1, "uint8", (8,), A)]}, "tensor 1: its name is not a str"),
+        ({"tensors": [("a", numpy.uint8, (8,), A)]}, "which is not a str such as 'float32'"),
+        ({"tensors": [("a", "uint8", 8, A)]}, "its shape is 8, which is not a tuple of ints"),
+        ({"tensors": [("a", "uint8", (8.0,), A)]}, "its shape is (8.0,), which is not a tuple of ints"),
+        ({"tensors": [("a", "float32", (8,), A)]}, "tensor 'a': 8 bytes are not the size of float32 [8]"),
+    ],
+)
+def test_malformed_argument_is_one_line_before_anything_is_sent(scene: Scene, given: dict[str, Any], why: str) -> None:
+    me, right = scene.worker(crew.TRAINER), dict[str, Any](number=1, tensors=[TENSOR], part=0, of=1)
+    with pytest.raises((Misuse, TypeError)) as caught:
+        me.publish_shard(**right | given)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_views_of_any_shape_an_empty_tensor_and_a_generator_are_published(scene: Scene) -> None:
+    matrix = numpy.arange(12, dtype="u1").reshape(3, 4)
+    arrays = {"matrix": matrix, "scalar": numpy.array(2.0, "f4"), "empty": numpy.zeros((0, 3), "f4")}
+    me = scene.worker(crew.TRAINER)
+
+    def play() -> None:
+        me.publish(1, ((name, str(one.dtype), one.shape, one.data) for name, one in arrays.items()))  # type: ignore[arg-type]
+        held = me._connection.weights.current()
+        assert held is not None
+        for spec in held.manifest.tensors:
+            assert bytes(held.flat[spec.offset : spec.offset + spec.nbytes]) == arrays[spec.name].tobytes()
+
+    async with scene.manager() as manager:
+        await manager.dismiss(scene.start(me, play), crew.TRAINER)
 
 
 def part(number: int, of: int, rank: int, name: str) -> Manifest:

@@ -23,6 +23,10 @@ SECOND = crew.incarnation_of(member_id(crew.TRAINER.replica, 1))
         ({"share": (0, 0)}, r"share=\(0, 0\): expected \(rank, world\) with 0 <= rank < world"),
         ({"share": (2, 2)}, r"share=\(2, 2\): expected"),
         ({"share": (0, 1), "by": "token"}, "by='token': expected one of 'group', 'sequence'"),
+        ({"by": ["group"]}, r"by=\['group'\]: expected one of 'group', 'sequence'"),
+        ({"after": "1"}, r"me\.(batches|parts): '1' is not the number of a step, such as batch\.number"),
+        ({"after": 0.5}, r"0\.5 is not the number of a step"),
+        ({"after": -1}, "-1 is not the number of a step"),
     ],
 )
 def test_wrong_share_is_refused_before_anything_is_sent(

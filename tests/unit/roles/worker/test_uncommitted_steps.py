@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import msgspec
+import numpy
 import pytest
 
 from rrl.roles.trajectories.types import PackedPart, PackedTrajectory
@@ -115,3 +117,30 @@ def test_all_metrics_of_a_batch_are_named() -> None:
     steps.add(FIRST)
     steps.add(msgspec.structs.replace(SECOND, unscored=9))
     assert steps.get(9).metrics.keys() == BATCH_METRICS
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"loss": "0.5"}, r"metrics of step 9: 'loss' = '0\.5' is not a name and a number"),
+        ({"loss": numpy.zeros(2)}, r"'loss' = array\(\[0\., 0\.\]\) is not"),
+        ({"loss": None}, "'loss' = None is not"),
+        ({1: 0.5}, r"1 = 0\.5 is not a name and a number"),
+        ([0.5], r"metrics of step 9: \[0\.5\] is not a dict of names and numbers"),
+    ],
+)
+def test_metric_that_the_store_would_drop_is_refused(metrics: Any, why: str) -> None:
+    steps = UncommittedSteps(None)
+    steps.add(SECOND)
+    with pytest.raises(TypeError, match=why):
+        steps.with_metrics(9, metrics)
+    right: Any = {"loss": numpy.float32(0.5)}
+    assert steps.with_metrics(9, right).metrics["loss"] == 0.5
+
+
+@pytest.mark.parametrize("number", ["9", 9.0, None, numpy.int64(9)])
+def test_step_that_is_no_int_is_refused(number: Any) -> None:
+    steps = UncommittedSteps(None)
+    steps.add(SECOND)
+    with pytest.raises(ValueError, match="cannot commit step "):
+        steps.get(number)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from rrl.core.run_spec import ExtraSpec
 from rrl.core.types import Version
 from rrl.roles.launcher.end_report import Misuse
-from rrl.roles.trajectories.types import Item, Segment
-from rrl.roles.worker.work_items import LeasedTrajectories
+from rrl.roles.trajectories.types import Item, Score, Segment
+from rrl.roles.worker.work_items import LeasedTrajectories, _check_scores
 
 V0 = Version(0, 0)
 
@@ -63,6 +65,7 @@ def test_segments_that_continue_their_trajectories_are_accepted(leased: LeasedTr
             " appended (item.max_new less the tokens appended since the lease)",
         ),
         (segment(4, 0), [], "segment of trajectory 4 (group 1): it has no tokens"),
+        (replace(segment(4, 0, 2), offset=0.0), [], "segment of trajectory 4: its offset is 0.0, which is not an int"),
         (
             segment(1, 0, 2),
             [],
@@ -167,3 +170,12 @@ def test_only_the_newest_ended_trajectories_are_remembered(
     leased.check([segment(7, 0, 1)], [])
     with pytest.raises(Misuse, match=r"4 is not the id .*; no trajectory is leased$"):
         leased.check([segment(4, 0, 1)], [])
+
+
+@pytest.mark.parametrize("wrong", [(4, "1", 1.0), (4, 1.0, None), ("4", 1.0, 1.0), (4.0, 1.0, 1.0)])
+def test_score_that_the_store_would_drop_is_refused(wrong: Any) -> None:
+    _check_scores([Score(4, 1, 0.5)])
+    with pytest.raises(
+        Misuse, match=r"a score is Score\(trajectory=.*; expected rrl\.Score\(trajectory, reward, training\)"
+    ):
+        _check_scores([Score(4, 1.0, 1.0), Score(*wrong)])
