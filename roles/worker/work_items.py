@@ -114,7 +114,7 @@ class LeasedTrajectories:
                 pack(segment, self._extras)
             except (TypeError, ValueError, OverflowError, AttributeError) as error:
                 raise Misuse(f"{name}: {error}") from error
-            if type(segment.offset) is not int:
+            if isinstance(segment.offset, float | str | None):
                 raise Misuse(f"{name}: its offset is {shortened(segment.offset)}, which is not an int")
             if leased is None:
                 continue
