@@ -114,7 +114,7 @@ class LeasedTrajectories:
                 pack(segment, self._extras)
             except (TypeError, ValueError, OverflowError, AttributeError) as error:
                 raise Misuse(f"{name}: {error}") from error
-            if type(segment.offset) is not int:
+            if isinstance(segment.offset, float | str | None):
                 raise Misuse(f"{name}: its offset is {shortened(segment.offset)}, which is not an int")
             if leased is None:
                 continue
@@ -304,9 +304,8 @@ class ScoringLease:
 
 def _check_scores(scores: Sequence[Score]) -> None:
     """Raise Misuse if a score is malformed. The store would drop the request, which would be repeated forever."""
-    for one in scores:
-        if type(one.trajectory) is not int or not all(
-            isinstance(each, float | int) for each in (one.reward, one.training)
-        ):
+    for one in scores:  # scalars of numpy are sent as numbers
+        wrong = isinstance(one.trajectory, float | str | None)
+        if wrong or any(isinstance(each, str | bytes | None) for each in (one.reward, one.training)):
             expected = "rrl.Score(trajectory, reward, training) with an int and two numbers"
             raise Misuse(f"a score is {shortened(one)}; expected {expected}")

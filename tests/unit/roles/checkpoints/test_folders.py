@@ -47,7 +47,7 @@ def folder(run: RunDir) -> Path:
 def _write(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(name.encode())
+        (folder / name).write_bytes(os.fsencode(name))
     return folder
 
 
