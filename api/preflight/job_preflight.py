@@ -85,22 +85,24 @@ def checked(
     Raises:
         UsageError: The run cannot work, or an option cannot be passed on to Slurm.
     """
-    doubts = folder_doubts(document, folder or document.source.absolute().parent, trust_folder)
+    folder = folder or document.source.absolute().parent
+    doubts = folder_doubts(document, folder, trust_folder)
     spec = resolve_for_submission(job)
     try:
         plan = preview(spec)
     except ValueError as error:
         raise UsageError(f"{document.name}: slurm: {error}") from None
-    return CheckedJob(document, job, spec, plan, _preflight(job, spec, document, foreground, doubts))
+    return CheckedJob(document, job, spec, plan, _preflight(job, spec, document, folder, foreground, doubts))
 
 
-def _preflight(job: Job, spec: RunSpec, document: JobDocument, foreground: bool, doubts: list[str]) -> Preflight:
+def _preflight(
+    job: Job, spec: RunSpec, document: JobDocument, folder: Path, foreground: bool, doubts: list[str]
+) -> Preflight:
     """Compare the job with this machine, and have Slurm test it; add the result to ``doubts``.
 
     With ``foreground`` the manager will run in this process, so Slurm is not asked to test a manager job. Raises
     UsageError, with the key to change, if the job can never start.
     """
-    folder = document.source.absolute().parent
     doubts = [
         *doubts,
         *_missing_paths(job, document),

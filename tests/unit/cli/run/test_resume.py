@@ -36,11 +36,16 @@ class Ended:
     """
 
     def __init__(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome = Outcome.FAILED, why: str = "no time left"
+        self,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        outcome: Outcome = Outcome.FAILED,
+        why: str = "no time left",
+        more: str = "",
     ) -> None:
         monkeypatch.setenv(RUNS_ENV, str(root / "runs"))
         self.job = root / "job.toml"
-        self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
+        self.job.write_text(JOB.replace("steps = 10", "steps = 40") + more)
         printed = Story(RUN, job_view()).works().ends(outcome, why).written(root / "runs")
         job = load_job(self.job)
         made = create(job, resolve(job, "python"), self.job)
@@ -82,6 +87,18 @@ def test_run_is_resumed_with_more_steps_and_time_and_a_valid_new_spec(ended: End
     assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
     assert not ended.run.resume.exists()
     assert not ended.run.resume_claimed.exists()
+
+
+def test_program_beside_the_job_is_looked_for_there_and_not_in_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "trainer.py"
+    program.write_text("import rrl\n")
+    ended = Ended(tmp_path, monkeypatch, more='[roles.trainer]\ncommand = ["python", "trainer.py"]\n')
+    program.rename(tmp_path / "moved.py")
+    assert f'"trainer.py" does not exist in {tmp_path}, the folder of job.toml' in ended.refuses(capsys)
+    (tmp_path / "moved.py").rename(program)
+    assert main.run(["resume", RUN, "--steps", "50"]) == 0
 
 
 def test_nothing_is_changed_if_no_manager_can_be_started(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
