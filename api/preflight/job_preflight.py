@@ -250,7 +250,7 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
         direct, key = direct and not (job.env.venv or job.env.conda), ("transport", "weights")
         fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
         yield missing(f'transport.weights = "{kind}"', key, PACKAGES[kind][0], fix, direct)
-    if (row := _engine_row(job)) is not None and find_spec(row.package) is None:
+    if (row := _engine_row(job)) is not None and row.package and find_spec(row.package) is None:
         subject, fix = f'roles.rollout.engine = "{roles.rollout.engine}"', f'{row.install}, or write "torch"'
         yield missing(subject, ("roles", "rollout", "engine"), row.package, fix, roles.rollout.launcher == "direct")
     absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
@@ -261,10 +261,9 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
 
 
 def _engine_row(job: Job) -> EngineRow | None:
-    """Return the row of the rollouts' engine; None if it needs no package, or the rollouts are a user's program."""
-    row = ENGINES.get(job.roles.rollout.engine)
+    """Return the row of the rollouts' engine; None if the rollouts, or their engine, are a user's code."""
     own = job.task is None or job.roles.rollout.command is not None
-    return None if own or row is None or not row.package else row
+    return None if own else ENGINES.get(job.roles.rollout.engine)
 
 
 def _check_engine_arguments(job: Job, document: JobDocument) -> list[str]:
@@ -273,7 +272,7 @@ def _check_engine_arguments(job: Job, document: JobDocument) -> list[str]:
     Raises UsageError instead if the rollouts run in this environment.
     """
     rollout, row, table = job.roles.rollout, _engine_row(job), ("roles", "rollout", "vllm")
-    if row is None or find_spec(row.package) is None:
+    if row is None or not row.package or find_spec(row.package) is None:
         return []
     wrong = row.unknown_arguments(rollout.vllm)
     if wrong and job.cluster.traits.roles_run_here and not job.env.python and rollout.launcher == "direct":
@@ -315,10 +314,9 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     model = job.model
     if model is None or model.path is None:
         return []
-    folder, rollout = Path(model.path), job.roles.rollout
+    folder, row = Path(model.path), _engine_row(job)
     trains = job.task is not None and job.roles.trainer.command is None
-    samples = job.task is not None and rollout.command is None
-    computes = trains or (samples and (row := ENGINES.get(rollout.engine)) is not None and row.builds_model)
+    computes = trains or (row is not None and row.builds_model)
     if not folder.exists():
         direct = all(role.launcher == "direct" for role in job.every_role().values())
         if not (direct and job.cluster.traits.roles_run_here):
