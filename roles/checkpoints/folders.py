@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import heapq
 import itertools
 import os
 import shutil
@@ -23,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import Attempt, RunDir, attempt_of, sync
-from ...core.shares import checked_share
+from ...core.shares import checked_share, owners
 
 FILE_THREADS = 16
 """Maximum number of files that are synced or read at the same time. A thread that syncs mostly waits for the disk.
@@ -175,13 +174,8 @@ def share_of(files: Mapping[str, Digest], share: tuple[int, int]) -> set[str]:
     Each file is in the share of exactly one rank. Raises ValueError if there is no such share.
     """
     rank, world = checked_share(share)
-    loads, mine = [(0, each) for each in range(world)], set()
-    for name in sorted(files, key=lambda name: (-files[name]["bytes"], name)):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + max(1, files[name]["bytes"]), least))
-        if least == rank:
-            mine.add(name)
-    return mine
+    sizes = {name: digest["bytes"] for name, digest in files.items()}
+    return {name for name, owner in owners(sizes, world).items() if owner == rank}
 
 
 def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | None = None) -> dict[str, Path]:

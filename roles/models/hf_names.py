@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...core.shares import checked_share, owners
+
 
 def hf_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return, for each parameter of a model, the names of the tensors that the model's Hugging Face files have of it.
@@ -36,13 +38,14 @@ def hf_tensors(model: nn.Module, part: int = 0, of: int = 1) -> Iterator[tuple[s
         me.publish_shard(number, rrl.pack(mine), part=me.rank, of=me.world)
 
     Raises:
-        ValueError: As :func:`hf_names`.
+        ValueError: As :func:`hf_names`, or there is no such part.
     """
+    checked_share((part, of))
     conversions, weights = _conversions(model), _weights(model)
-    owners = _owners(weights, of)
+    part_of = owners({name: tensor.nbytes for name, tensor in weights.items()}, of)
     for name, tensor in weights.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if owners[name] == part:
+        if part_of[name] == part:
             names, changes = conversions[name]
             yield from _in_files(model, {name: whole}).items() if changes else [(names[0], whole)]
 
@@ -81,12 +84,3 @@ def _in_files(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
-
-
-def _owners(weights: Mapping[str, Tensor], of: int) -> dict[str, int]:
-    """Return the part of each tensor; the same on every rank, because only names and sizes matter."""
-    sizes, owners = [0] * of, dict[str, int]()
-    for name in sorted(weights, key=lambda each: (-weights[each].nbytes, each)):
-        owners[name] = min(range(of), key=lambda part: (sizes[part], part))
-        sizes[owners[name]] += weights[name].nbytes
-    return owners
