@@ -21,6 +21,8 @@ WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
 WeightsSetting = Literal["auto", WeightTransportName]
 """Values of ``[transport] weights``. With ``auto`` each machine selects its transport."""
+DeltaSetting = Literal["auto"] | bool
+"""Values of ``[transport] delta``. With ``auto`` each receiver learns whether deltas are faster than whole chunks."""
 INTEROPERABLE_TRANSPORTS: frozenset[WeightTransportName] = frozenset({"tcp", "ucx"})
 """Transports that can pull from each other. Any other transport can pull only from addresses of its own kind."""
 
@@ -432,6 +434,7 @@ class TransportSpec(Struct, frozen=True):
     chunk_deadline: float = 5.0
     """Longest time (s) that a pull waits for a chunk before it uses another source."""
     chain: int = 8
+    delta: DeltaSetting = "auto"
 
 
 class TrainerSettings(Struct, frozen=True):

@@ -257,6 +257,17 @@ class DataReport(Struct, frozen=True):
     """Whether nobody else can complete the data, because they hold all of it."""
 
 
+class WeightTraffic(Struct, frozen=True):
+    """What a process has received of the weight versions that it has pulled."""
+
+    received: int = 0
+    """Bytes received for these versions, with those of the protocol."""
+    nbytes: int = 0
+    """Full size of these versions in bytes."""
+    fallbacks: int = 0
+    """Number of deltas that did not result in the right bytes, so that the whole chunk was requested."""
+
+
 STACKS = "stacks"
 """Source name of evidence from the stacks of processes."""
 

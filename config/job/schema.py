@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ...core import run_spec
 from ...core.faults import MANAGER
 from ...core.phases import PHASES
-from ...core.run_spec import WeightsSetting
+from ...core.run_spec import DeltaSetting, WeightsSetting
 from ...core.types import AGENT, STANDBY_ROLE
 from ..import_paths import TRACKERS
 from ..prompt_file import SUFFIXES
@@ -379,6 +379,9 @@ class TransportTable(Table):
     chain: Annotated[int, Field(ge=1)] = _TRANSPORT.chain
     """Number of receivers of a new version in one chain. Each receiver passes its chunks to the next receiver; the
     trainer sends each version once to each of at most two chains."""
+    delta: DeltaSetting = _TRANSPORT.delta
+    """Whether a receiver gets only the changed values of a chunk, if it has an earlier version. auto: where this is
+    faster, which each receiver learns. Few values change in a training step if they are sent in bfloat16."""
 
 
 class TrackTable(Table):
