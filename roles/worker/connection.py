@@ -36,6 +36,7 @@ from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.streams.connection import TransportError
 from ...transport.weights.base import WeightTransport
+from ...transport.weights.deltas import Deltas
 from ...transport.weights.manifest import Manifest
 from ...transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull, select_sources
 from ...transport.weights.select import open_transport
@@ -132,6 +133,7 @@ class ManagerConnection:
         self.host = os.environ.get(ADDRESS_ENV, "127.0.0.1")
         """The address on which this process listens; the launcher of its step chose it."""
         self.weights = WeightStore()
+        self.deltas = Deltas(transport.delta)
         self.faults = SelfFaults(launch, self.node, self.send, lambda after, do: self._loop.call_later(after, do))
         self.probes = ProbeResponder(self.send)
         self._heartbeat_interval, self._transport_settings = heartbeat, transport
@@ -563,7 +565,15 @@ class ManagerConnection:
             try:
                 timeout_s = self._transport_settings.chunk_deadline
                 sources = partial(self._sources, newest, dropped >= MAX_DROPPED_VERSIONS)
-                await pull(self.weights, newest, sources, transport, chunk_timeout=timeout_s, adaptive_timeout=pace)
+                await pull(
+                    self.weights,
+                    newest,
+                    sources,
+                    transport,
+                    chunk_timeout=timeout_s,
+                    adaptive_timeout=pace,
+                    deltas=self.deltas,
+                )
             except Superseded:
                 dropped += 1
                 continue

@@ -74,9 +74,17 @@ def publish_part(
     if of > 1 and of > connection.world:
         raise Misuse(f"step {number}: of = {of}, but this trainer has {connection.world} ranks")
     specs, nbytes = layout(described)
-    flat = store.allocate(nbytes)
+    flat, before = store.allocate(nbytes), store.current()
     builder = ManifestBuilder(
-        version, described, flat, connection.keys.secret, chunk_bytes, part=part, of=of, rank=rank
+        version,
+        described,
+        flat,
+        connection.keys.secret,
+        chunk_bytes,
+        part=part,
+        of=of,
+        rank=rank,
+        before=before.flat if before is not None and connection.deltas.enabled else None,
     )
     with builder:
         for spec, write in zip(specs, writes, strict=True):
@@ -84,7 +92,7 @@ def publish_part(
             write(flat[spec.offset : end])
             builder.mark_filled(end)
         mine = builder.sign()
-    before = store.current()
+        changes = builder.changes
     if before is not None and before.manifest.version == version:
         if not _contains(before.manifest, mine):
             raise Misuse(f"step {number}: part {part} was published before with other contents")
@@ -93,7 +101,7 @@ def publish_part(
         manifest = _manifest_of_version(connection, mine)
         if rank == 0 and before is not None:
             _check_same_tensors(before.manifest, manifest)
-        store.offer(manifest, flat, part)
+        store.offer(manifest, flat, part, changes)
     if rank == 0:
         connection.announce_version(version)
 

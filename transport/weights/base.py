@@ -30,6 +30,10 @@ class VersionUnavailable(TransportError):
     """The source works, but neither has this version nor is receiving it. Its connection remains usable."""
 
 
+class BaseUnknown(TransportError):
+    """The source works, but knows no changes from the base that the request names. Its connection remains usable."""
+
+
 class WeightTransport(Protocol):
     """A transport of weight versions. Every failure is a TransportError.
 
@@ -67,11 +71,16 @@ class WeightTransport(Protocol):
         into: memoryview,
         timeout: float,
         starvation_timeout: float = STARVATION_TIMEOUT_S,
-    ) -> None:
+        base: bytes | None = None,
+    ) -> bytearray | None:
         """Fetch bytes ``span`` of a version into ``into``, which is never written to after the call has ended.
+
+        If ``span`` is a chunk, ``base`` is the digest of the same chunk of a version that this process has. Then the
+        source may send a frame (:mod:`.delta`) instead. It is returned, and nothing is written into ``into``.
 
         Raises:
             VersionUnavailable: The source does not have the version.
+            BaseUnknown: The source does not know the changes from the base.
             TransportError: The source failed.
         """
 

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ...core.types import Version
+from .delta import changed_words
 
 CHUNK_BYTES = 8 * 2**20
 """Size of a chunk in bytes, as in the fan-out measurements (docs/sources.md, UCX). If a source dies, at most one chunk
@@ -88,6 +89,11 @@ class Manifest(Struct, frozen=True):
         """Return whether this is the manifest of a version, not of one of several parts."""
         return len(self.parts) == self.of
 
+    def has_layout_of(self, other: Manifest) -> bool:
+        """Return whether both versions have the same tensors and chunks at the same places."""
+        places = ([(chunk.offset, chunk.nbytes) for chunk in one.chunks] for one in (self, other))
+        return self.tensors == other.tensors and next(places) == next(places)
+
     def part_at(self, offset: int) -> Part:
         """Return the part that contains the byte at ``offset``, which must be the first byte of a chunk."""
         return self.parts[bisect_right(self.parts, offset, key=lambda part: part.offset) - 1]
@@ -126,8 +132,11 @@ class ManifestBuilder:
         part: int = 0,
         of: int = 1,
         rank: int = 0,
+        before: memoryview | None = None,
     ) -> None:
         """Start the threads. The buffer is part ``part`` of ``of`` parts, and ``rank`` publishes it.
+
+        ``before`` contains the same tensors of the version before, of which the threads find the changes.
 
         Raises ValueError if the buffer does not have the size of the tensors.
         """
@@ -137,7 +146,9 @@ class ManifestBuilder:
         self._version, self._specs, self._flat, self._secret = version, specs, flat, secret
         self._parts, self._of = (Part(part, rank, 0, nbytes),), of
         self._chunks = [(start, flat[start : start + chunk_bytes]) for start in range(0, nbytes, chunk_bytes)]
+        self._before = before if before is not None and before.nbytes == nbytes else None
         self._digests: list[Future[bytes]] = []
+        self._changes: list[Future[bytes | None]] = []
         self._pool = ThreadPoolExecutor(threads or digest_threads(), thread_name_prefix="rrl-digest")
 
     def __enter__(self) -> ManifestBuilder:
@@ -153,6 +164,8 @@ class ManifestBuilder:
             if start + chunk.nbytes > end:
                 break
             self._digests.append(self._pool.submit(digest, chunk))
+            if self._before is not None:
+                self._changes.append(self._pool.submit(changed_words, self._before[start : start + len(chunk)], chunk))
 
     def sign(self) -> Manifest:
         """Return the signed manifest. The whole buffer must have been marked as filled."""
@@ -163,6 +176,11 @@ class ManifestBuilder:
         ]
         manifest = Manifest(self._version, self._specs, self._flat.nbytes, tuple(chunks), self._parts, self._of)
         return _signed(manifest, self._secret)
+
+    @property
+    def changes(self) -> tuple[bytes | None, ...]:
+        """The changes of each chunk since the version before (:func:`.delta.changed_words`); empty without that."""
+        return tuple(future.result() for future in self._changes)
 
 
 def describe(

@@ -46,7 +46,7 @@ _MAX_UNREAD_SLOTS = 3
 filled."""
 _MAX_STASHED, _MAX_STASHED_BYTES = 1024, 4096
 """Maximum number of requests that are stored while a connection waits for a slot, and maximum size of a request in
-bytes (usually 33). Both limit the memory that a peer can make this process use."""
+bytes (usually 49). Both limit the memory that a peer can make this process use."""
 _CONNECT_TIMEOUT_S = 2 * HANDSHAKE_TIMEOUT_S
 """Seconds for which NIXL's ports accept connections after a peer was sent the metadata that it needs to connect."""
 _MAX_THREADS = 16

@@ -1,6 +1,8 @@
 """Both ends of the request protocol that all weight transports share.
 
-A request consists of kind, version, offset and length; a reply consists of a status, a length, and that many bytes.
+A request consists of kind, version, offset, length and base; a reply consists of a status, a length, and that many
+bytes. A request for a chunk may name the digest of a base, from which the receiver can make the chunk by a delta. The
+reply then is a frame (:mod:`.delta`), the whole chunk if the frame would be too large, or NO_BASE.
 Replies come in the order of the requests. A client may send further requests before the reply to an earlier request. A
 source that is still receiving the requested chunk replies NOT_READY until it has the chunk. A source that sends nothing
 is dead or hung. A connection answers one request at a time, so a waiting request blocks the connection. Each NOT_READY
@@ -14,6 +16,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from functools import partial
 from typing import TypeVar
 
@@ -28,14 +31,17 @@ from ..streams.connection import (
     deadline,
 )
 from . import manifest as manifests
-from .base import STARVATION_TIMEOUT_S, VersionUnavailable
+from .base import STARVATION_TIMEOUT_S, BaseUnknown, VersionUnavailable
 from .manifest import Manifest
 from .store import NotReady, VersionEvicted, VersionUnknown, WeightStore
 
-_REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
+_REQUEST = struct.Struct("<BqqQQ16s")  # kind, version's step and incarnation, offset, bytes, digest of the base
 _ANSWER = struct.Struct("<BQ")  # status, bytes
+ANSWER_BYTES = _ANSWER.size
+_NO_BASE = bytes(16)
+"""In a request, instead of the digest of a base: the receiver has none."""
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
-_STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY = 0, 1, 2
+_STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY, _STATUS_DELTA, _STATUS_NO_BASE = 0, 1, 2, 3, 4
 _MAX_MANIFEST_BYTES = 64 * 2**20
 """Maximum size of a manifest in bytes, which limits the memory that a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
@@ -125,24 +131,27 @@ class WeightServer:
     async def _answer(self, connection: Connection) -> bool:
         request = bytearray(_REQUEST.size)
         await connection.receive(memoryview(request))  # no deadline: a client may have no request for hours
-        kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
-        version = Version(step, incarnation)
+        kind, step, incarnation, offset, nbytes, base = _REQUEST.unpack(request)
+        version, status = Version(step, incarnation), _STATUS_OK
         body: bytes | memoryview | None = None
         if kind == _KIND_MANIFEST:
             described = await self._when_ready(
                 connection, partial(self._store.manifest, version), UNKNOWN_VERSION_TIMEOUT_S
             )
             body = None if described is None else manifests.encode(described)
+        elif kind == _KIND_RANGE and base != _NO_BASE and not self._store.knows_base(version, offset, base):
+            status, body = _STATUS_NO_BASE, b""
         elif kind == _KIND_RANGE:
             span = range(offset, offset + nbytes)
             body = await self._when_ready(connection, partial(self._store.read, version, span, connection), 0.0)
+            if isinstance(body, memoryview) and base != _NO_BASE:
+                frame = await asyncio.to_thread(self._store.delta, version, offset, base, body)
+                status, body = (_STATUS_OK, body) if frame is None else (_STATUS_DELTA, frame)
         else:
             return False
         with deadline(connection, _SEND_TIMEOUT_S):
-            if body is None:
-                await connection.send(_ANSWER.pack(_STATUS_UNAVAILABLE, 0))
-            else:
-                await connection.send(_ANSWER.pack(_STATUS_OK, len(body)))
+            await connection.send(_ANSWER.pack(_STATUS_UNAVAILABLE if body is None else status, len(body or b"")))
+            if body:
                 await connection.send(body)
         self._store.on_sent(connection)
         return True
@@ -166,8 +175,15 @@ class WeightServer:
                 await connection.send(_ANSWER.pack(_STATUS_NOT_READY, 0))
 
 
-class _Unavailable:
-    """The reply of a source that does not have the version."""
+class _Refused(Enum):
+    """A reply without bytes."""
+
+    UNAVAILABLE = _STATUS_UNAVAILABLE
+    NOT_READY = _STATUS_NOT_READY
+    NO_BASE = _STATUS_NO_BASE
+
+
+_REFUSALS = {refused.value: refused for refused in _Refused}
 
 
 class _ClientConnection:
@@ -186,13 +202,14 @@ class _ClientConnection:
         into: memoryview | None,
         timeout: float,
         starvation_timeout: float,
-    ) -> bytearray:
-        """Send a request and return the bytes of the reply; empty if they were written to the buffer ``into``.
+        base: bytes | None = None,
+    ) -> bytearray | None:
+        """Send a request and return the bytes of the reply; None if they were written to the buffer ``into``.
 
-        If this raises another exception than VersionUnavailable, the connection has been aborted, so that all waiting
-        requests on it fail too.
+        If this raises another exception than VersionUnavailable or BaseUnknown, the connection has been aborted, so
+        that all waiting requests on it fail too.
         """
-        header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
+        header = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span), base or _NO_BASE)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._sending:
             previous, self._turn = self._turn, done
@@ -206,39 +223,48 @@ class _ClientConnection:
             if previous is not None:
                 await asyncio.shield(previous)
             body = await self._answer(into, timeout, starvation_timeout)
+            if base is None and (body is _Refused.NO_BASE or (into is not None and isinstance(body, bytearray))):
+                raise TransportError("received a reply about a base, but none was requested")
         except BaseException:
             self.connection.abort()  # otherwise the next request would receive the reply to this one
             raise
         finally:
             done.set_result(None)
-        if isinstance(body, _Unavailable):
+        if body is _Refused.UNAVAILABLE:
             raise VersionUnavailable(f"the source does not have {version}")
+        if isinstance(body, _Refused):
+            raise BaseUnknown("the source does not know this base")
         return body
 
     async def _answer(
         self, into: memoryview | None, timeout: float, starvation_timeout: float
-    ) -> bytearray | _Unavailable:
+    ) -> bytearray | _Refused | None:
         now = asyncio.get_running_loop().time
         since: float | None = None
         while True:
             with deadline(self.connection, timeout):
-                if (body := await self._body(into)) is not None:
+                if (body := await self._body(into)) is not _Refused.NOT_READY:
                     return body
             since = now() if since is None else since
             if now() > since + starvation_timeout:
                 raise TransportError(f"the source replied only NOT_READY for {starvation_timeout:.3g} s")
 
-    async def _body(self, into: memoryview | None) -> bytearray | _Unavailable | None:
-        """Return the body of the next reply, or None if the reply is NOT_READY."""
+    async def _body(self, into: memoryview | None) -> bytearray | _Refused | None:
+        """Return the body of the next reply; None if it was written to ``into``."""
         head = bytearray(_ANSWER.size)
         await self.connection.receive(memoryview(head))
         status, nbytes = _ANSWER.unpack(head)
-        if status in (_STATUS_UNAVAILABLE, _STATUS_NOT_READY):
-            return _Unavailable() if status == _STATUS_UNAVAILABLE else None
-        if status != _STATUS_OK or (nbytes > _MAX_MANIFEST_BYTES if into is None else nbytes != into.nbytes):
+        if nbytes == 0 and (refused := _REFUSALS.get(status)) is not None:
+            return refused
+        is_frame = status == _STATUS_DELTA and into is not None and 0 < nbytes < into.nbytes
+        is_whole = status == _STATUS_OK and (nbytes <= _MAX_MANIFEST_BYTES if into is None else nbytes == into.nbytes)
+        if not is_frame and not is_whole:
             raise TransportError(f"received an unexpected reply: status {status}, {nbytes} bytes")
-        body = bytearray(0 if into is not None else nbytes)
-        await self.connection.receive(memoryview(body) if into is None else into)
+        if into is not None and is_whole:
+            await self.connection.receive(into)
+            return None
+        body = bytearray(nbytes)
+        await self.connection.receive(memoryview(body))
         return body
 
 
@@ -261,7 +287,7 @@ class WeightClient:
             _KIND_MANIFEST, version, range(0), None, timeout, starvation_timeout
         )
         try:
-            return manifests.decode(data, version, self._secret)
+            return manifests.decode(data or b"", version, self._secret)
         except ValueError as error:
             self.disconnect(address)
             raise TransportError(str(error)) from error
@@ -274,10 +300,11 @@ class WeightClient:
         into: memoryview,
         timeout: float,
         starvation_timeout: float = STARVATION_TIMEOUT_S,
-    ) -> None:
+        base: bytes | None = None,
+    ) -> bytearray | None:
         """Fetch bytes of a version: see ``WeightTransport.fetch``."""
-        await (await self._connection_to(address, timeout)).request(
-            _KIND_RANGE, version, span, into, timeout, starvation_timeout
+        return await (await self._connection_to(address, timeout)).request(
+            _KIND_RANGE, version, span, into, timeout, starvation_timeout, base
         )
 
     def disconnect(self, address: str) -> None:
@@ -295,7 +322,7 @@ class WeightClient:
             try:
                 if not client.connection.broken:
                     with deadline(client.connection, CONNECT_TIMEOUT_S):
-                        await client.connection.send(_REQUEST.pack(_KIND_BYE, 0, 0, 0, 0))
+                        await client.connection.send(_REQUEST.pack(_KIND_BYE, 0, 0, 0, 0, _NO_BASE))
             except TransportError:
                 pass
             client.connection.abort()

@@ -5,7 +5,10 @@ source of the list that has not failed. A source is given up in four cases: it s
 (:class:`AdaptiveTimeout`); it has itself waited too long for a chunk; it does not have the version; a chunk does not
 match its digest. The missing chunks are then requested from the next source. Once all sources have failed, they are
 tried again with twice the timeout, because on a busy machine the only source may have missed a deadline. A source that
-sent several wrong chunks is not tried again. If several ranks of the trainer have published a version in parts, each
+sent several wrong chunks is not tried again. If the process has an earlier version, the sources are asked for deltas
+(:mod:`.delta`), up to three sources that do not know the changes from that version, and then for whole chunks. If a
+delta results in wrong bytes, the rest of the version is requested without deltas: the base may be wrong, not the
+source. If several ranks of the trainer have published a version in parts, each
 rank is a source only of the chunks of its part, and all parts are pulled at the same time. A version becomes current
 only when it is complete, but each chunk is served to other processes as soon as it is verified.
 
@@ -28,8 +31,11 @@ from msgspec import Struct
 
 from ...core.types import TRAINER, Incarnation, ReplicaId, Version, is_trainer, member_id, natural_sort_key
 from ..streams.connection import TransportError
-from .base import STARVATION_TIMEOUT_S, WeightTransport
-from .manifest import Manifest
+from .base import STARVATION_TIMEOUT_S, BaseUnknown, WeightTransport
+from .delta import UNCHANGED
+from .deltas import Deltas
+from .manifest import Chunk, Manifest, encode
+from .protocol import ANSWER_BYTES
 from .store import Superseded, WeightStore
 
 _HEADS_PER_TAIL = 2
@@ -158,6 +164,8 @@ _MAX_TIMEOUT_FACTOR = 64
 """Maximum factor of all timeouts. A smaller factor already extends the timeout of a chunk to MAX_CHUNK_TIMEOUT_S."""
 _SOURCES_POLL_S = 0.25
 """Seconds between two requests for the list of sources, once all known sources have failed."""
+_MAX_UNINFORMED = 3
+"""Number of sources that do not know the changes from the base, after which whole chunks are requested."""
 _MAX_CORRUPT_CHUNKS = 3
 """Number of wrong chunks after which a source is not used again for this version. More than one wrong chunk is
 tolerated, because a wrong chunk costs no more than its own transfer."""
@@ -180,6 +188,7 @@ async def pull(
     window: int = CHUNKS_IN_FLIGHT,
     starvation_timeout: float = STARVATION_TIMEOUT_S,
     adaptive_timeout: AdaptiveTimeout | None = None,
+    deltas: Deltas | None = None,
 ) -> Manifest:
     """Pull ``version`` into ``store``, commit it, and return its manifest.
 
@@ -199,6 +208,7 @@ async def pull(
         window: Number of chunks in flight.
         starvation_timeout: Seconds for which all replies of a source may be NOT_READY before the source is given up.
         adaptive_timeout: Timeout derived from the durations of earlier pulls.
+        deltas: Whether deltas are requested, derived from earlier pulls.
 
     Raises:
         PullFailed: No chunk arrived for ``timeout`` s, or another version was begun in the store.
@@ -214,6 +224,7 @@ async def pull(
             window,
             starvation_timeout,
             adaptive_timeout or AdaptiveTimeout(),
+            deltas or Deltas(),
         ).run()
 
 
@@ -231,6 +242,7 @@ class _Pull:
         window: int,
         starvation_timeout: float,
         adaptive_timeout: AdaptiveTimeout,
+        deltas: Deltas,
     ) -> None:
         self._store = store
         self._version = version
@@ -250,16 +262,24 @@ class _Pull:
         self._corrupt: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
         self._superseded: Superseded | None = None
+        self._deltas = deltas
+        self._uses_base = deltas.choose()
+        self._uninformed: set[str] = set()
+        """Addresses of sources that do not know the changes from the base."""
+        self._whole = self._changed = 0
+        """Bytes of the verified chunks that arrived whole, and of those that were made from deltas."""
 
     async def run(self) -> Manifest:
         """Pull and commit the version."""
         manifest = await self._fetch_manifest()
+        began = self._now()
         parts: dict[int, list[int]] = {}
-        for index in self._store.begin(manifest):  # sorted, so each list is a heap
+        for index in self._store.begin(manifest, self._uses_base):  # sorted, so each list is a heap
             parts.setdefault(manifest.part_at(manifest.chunks[index].offset).rank, []).append(index)
         window = max(1, self._window // max(1, len(parts)))
         await _all([self._fetch_part(manifest, rank, missing, window) for rank, missing in parts.items()])
         self._store.commit(self._version)
+        self._deltas.on_pulled(manifest.nbytes, self._whole, self._changed, self._now() - began)
         return manifest
 
     async def _fetch_part(self, manifest: Manifest, rank: int, missing: list[int], window: int) -> None:
@@ -277,11 +297,14 @@ class _Pull:
                 raise PullFailed(str(self._superseded))
 
     async def _source(self, eligible: Callable[[WeightSource], bool]) -> WeightSource:
-        """Return the first eligible source that has not failed. Raises PullFailed when the deadline has passed."""
+        """Return the first eligible source that has not failed. Raises PullFailed when the deadline has passed.
+
+        As long as deltas are requested, sources that do not know the base come last.
+        """
         while True:
-            for candidate in self._sources():
-                if candidate.address not in self._quarantined and eligible(candidate):
-                    return candidate
+            working = [one for one in self._sources() if one.address not in self._quarantined and eligible(one)]
+            if working:
+                return next((one for one in working if self._base_helps(one)), working[0])
             if self._now() + _SOURCES_POLL_S > self._deadline:
                 failures = "; ".join(f"{source}: {reason}" for source, reason in self._failures.items())
                 raise PullFailed(
@@ -290,6 +313,11 @@ class _Pull:
             await asyncio.sleep(_SOURCES_POLL_S)
             self._timeout_factor = min(2 * self._timeout_factor, _MAX_TIMEOUT_FACTOR)
             self._quarantined = {source for source in self._quarantined if self._corrupt[source] >= _MAX_CORRUPT_CHUNKS}
+
+    def _base_helps(self, source: WeightSource) -> bool:
+        """Return whether a source may answer a request that names the base."""
+        asked_enough = len(self._uninformed) >= _MAX_UNINFORMED
+        return self._uses_base and source.address not in self._uninformed and not asked_enough
 
     async def _fetch_manifest(self) -> Manifest:
         while True:
@@ -302,6 +330,7 @@ class _Pull:
             except TransportError as error:
                 self._quarantine(source, str(error))
             else:
+                self._deltas.on_received(len(encode(manifest)) + ANSWER_BYTES)
                 if manifest.is_whole:
                     return manifest
                 self._quarantine(source, "it describes only its part")
@@ -320,24 +349,26 @@ class _Pull:
     async def _worker(self, manifest: Manifest, missing: list[int], progress: _SourceProgress) -> None:
         """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""
         checking: asyncio.Task[None] | None = None
-        while missing and progress.source.address not in self._quarantined and self._superseded is None:
+        source = progress.source
+        names_base = self._base_helps(source)
+        while missing and source.address not in self._quarantined and self._superseded is None:
+            if names_base and source.address in self._uninformed:
+                break
             index = heapq.heappop(missing)
             chunk = manifest.chunks[index]
-            span = range(chunk.offset, chunk.offset + chunk.nbytes)
             requested = self._now()
+            frame: bytes | bytearray | None = UNCHANGED
             try:
-                into = self._store.span(self._version, index)
-                await self._transport.fetch(
-                    progress.source.address,
-                    self._version,
-                    span,
-                    into,
-                    self._chunk_timeout(),
-                    self._starvation_timeout(),
-                )
+                base = self._store.base(self._version, index) if names_base and self._uses_base else None
+                if base != chunk.digest:
+                    frame = await self._fetch(source, index, chunk, base)
+            except BaseUnknown:
+                heapq.heappush(missing, index)
+                self._uninformed.add(source.address)
+                break
             except TransportError as error:
                 heapq.heappush(missing, index)
-                self._quarantine(progress.source, str(error))
+                self._quarantine(source, str(error))
                 return
             except Superseded as error:
                 self._superseded = error  # other workers may still write, but nothing reads that memory
@@ -346,12 +377,11 @@ class _Pull:
                 heapq.heappush(missing, index)
                 raise
             now = self._now()
-            self._adaptive_timeout.observe(progress.on_chunk(requested, now))
+            seconds = progress.on_chunk(requested, now)
+            if frame is None:  # a later chunk may arrive whole again, even if most arrive as deltas
+                self._adaptive_timeout.observe(seconds)
             self._deadline = now + self._pull_timeout
-            previous, checking = (
-                checking,
-                asyncio.create_task(self._verify(index, chunk.nbytes, missing, progress.source)),
-            )
+            previous, checking = checking, asyncio.create_task(self._verify(index, chunk, missing, source, frame))
             progress.checks.add(checking)  # added before any await, so that a cancelled worker loses no chunk
             checking.add_done_callback(progress.checks.discard)
             if previous is not None:
@@ -359,17 +389,41 @@ class _Pull:
         if checking is not None:
             await asyncio.wait([checking])
 
-    async def _verify(self, index: int, nbytes: int, missing: list[int], source: WeightSource) -> None:
+    async def _fetch(self, source: WeightSource, index: int, chunk: Chunk, base: bytes | None) -> bytearray | None:
+        """Fetch a chunk into the store; return the frame if the source sends one instead."""
+        frame = await self._transport.fetch(
+            source.address,
+            self._version,
+            range(chunk.offset, chunk.offset + chunk.nbytes),
+            self._store.span(self._version, index),
+            self._chunk_timeout(),
+            self._starvation_timeout(),
+            base,
+        )
+        self._deltas.on_received(ANSWER_BYTES + (chunk.nbytes if frame is None else len(frame)))
+        return frame
+
+    async def _verify(
+        self, index: int, chunk: Chunk, missing: list[int], source: WeightSource, frame: bytes | bytearray | None
+    ) -> None:
         try:
-            if nbytes > _DIGEST_IN_THREAD_BYTES:
-                good = await asyncio.to_thread(self._store.accept, self._version, index)
+            if chunk.nbytes > _DIGEST_IN_THREAD_BYTES:
+                good = await asyncio.to_thread(self._store.accept, self._version, index, frame)
             else:
-                good = self._store.accept(self._version, index)
+                good = self._store.accept(self._version, index, frame)
         except Superseded as error:
             self._superseded = error
             return
-        if not good:
+        if good and frame is None:
+            self._whole += chunk.nbytes
+        elif good:
+            self._changed += chunk.nbytes
+        else:
             heapq.heappush(missing, index)
+            if frame is not None:
+                self._uses_base = False
+                self._deltas.on_wrong(f"{source.incarnation} at {source.address}")
+                return
             self._corrupt[source.address] += 1
             self._quarantine(source, f"chunk {index} does not match its digest")
             self._transport.disconnect(source.address)

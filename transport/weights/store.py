@@ -13,13 +13,15 @@ import mmap
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from msgspec import Struct
 
 from ...core.types import Version
+from . import delta
+from .changes import Changes, UnknownBase
 from .manifest import Manifest, digest
 
 MAX_VERSIONS = 2
@@ -82,9 +84,11 @@ def _unused(pages: mmap.mmap) -> bool:
 class _Arriving:
     """A version that is being received."""
 
-    def __init__(self, manifest: Manifest, flat: memoryview) -> None:
+    def __init__(self, manifest: Manifest, flat: memoryview, base: StoredVersion | None) -> None:
         self.manifest = manifest
         self.flat = flat
+        self.base = base
+        """The version of which deltas change the chunks; None if there are none."""
         self.missing = set(range(len(manifest.chunks)))
         self._starts = [chunk.offset for chunk in manifest.chunks]
 
@@ -121,16 +125,18 @@ class WeightStore:
         self._part: Manifest | None = None
         """This process's part of the awaited version; None if it has none to offer."""
         self._readers: dict[object, _Reader] = {}
+        self._changes = Changes()
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
         """Memory of the version that was dropped last; None if there is none. The next version is stored in this
         memory, because fresh pages cost 0.5 to 1 s per GiB (measured)."""
 
     # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def offer(self, manifest: Manifest, flat: memoryview, part: int = 0) -> None:
+    def offer(self, manifest: Manifest, flat: memoryview, part: int = 0, changes: Sequence[bytes | None] = ()) -> None:
         """Publish a complete version, which becomes the current one. ``flat`` must not be written to afterwards.
 
-        This process serves only part ``part``, whose bytes are in ``flat``.
+        This process serves only part ``part``, whose bytes are in ``flat``. ``changes`` are those since the current
+        version (:attr:`.manifest.ManifestBuilder.changes`).
 
         Raises:
             ValueError: The buffer does not have the size in the manifest.
@@ -141,6 +147,13 @@ class WeightStore:
                 f"{manifest.version}: the buffer has {flat.nbytes} bytes, but the manifest describes {held.nbytes}"
             )
         with self._changing():
+            before = next(reversed(self._complete.values()), None)
+            if changes and before is not None and before.start == held.offset and before.manifest != manifest:
+                self._changes.begin(before.manifest, manifest.version)
+                offsets = range(held.offset, held.offset + held.nbytes)
+                mine = [chunk.offset for chunk in manifest.chunks if chunk.offset in offsets]
+                for offset, gaps in zip(mine, changes, strict=True):
+                    self._changes.put(manifest.version, offset, gaps)
             self._add(StoredVersion(manifest, flat.toreadonly(), held.offset))
 
     def allocate(self, nbytes: int) -> memoryview:
@@ -168,11 +181,12 @@ class WeightStore:
             with self._changing():
                 self._awaited = self._part = None
 
-    def begin(self, manifest: Manifest) -> list[int]:
+    def begin(self, manifest: Manifest, deltas: bool = False) -> list[int]:
         """Prepare to receive a version, and return the indexes of its missing chunks: none if the version is complete.
 
         If this version has been received in part, its verified chunks are kept. If another version has been received in
-        part, that version is dropped.
+        part, that version is dropped. With ``deltas``, the current version is the base of deltas, and the changes since
+        this base are kept for other receivers.
         """
         with self._changing():
             stored = self._complete.get(manifest.version)
@@ -181,9 +195,15 @@ class WeightStore:
             if self._arriving is None or self._arriving.manifest != manifest:
                 if self._arriving is not None:  # the old buffer must be free before the next one is allocated
                     self._recycle(self._arriving.flat)
+                    self._changes.drop(self._arriving.manifest.version)
                     self._arriving = None
                 self._evict(MAX_VERSIONS - 1)
-                self._arriving = _Arriving(manifest, self._allocate(manifest.nbytes))
+                base = next(iter(self._complete.values()), None) if deltas else None
+                if base is not None and base.manifest.has_layout_of(manifest):
+                    self._changes.begin(base.manifest, manifest.version)
+                else:
+                    base = None
+                self._arriving = _Arriving(manifest, self._allocate(manifest.nbytes), base)
             return sorted(self._arriving.missing)
 
     def span(self, version: Version, index: int) -> memoryview:
@@ -191,13 +211,32 @@ class WeightStore:
         chunk = (arriving := self._receiving(version)).manifest.chunks[index]
         return arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]
 
-    def accept(self, version: Version, index: int) -> bool:
-        """Verify the bytes written for chunk ``index``. Return False if their digest is wrong. Raises Superseded."""
+    def base(self, version: Version, index: int) -> bytes | None:
+        """Return the digest of the base of chunk ``index`` of the arriving version, or None. Raises Superseded."""
+        base = self._receiving(version).base
+        return None if base is None else base.manifest.chunks[index].digest
+
+    def accept(self, version: Version, index: int, frame: delta.Buffer | None = None) -> bool:
+        """Verify the bytes written for chunk ``index``. Return False if their digest is wrong. Raises Superseded.
+
+        If there is a ``frame``, the bytes are first made from it and the base.
+        """
         arriving = self._receiving(version)
-        chunk = arriving.manifest.chunks[index]
-        if digest(arriving.flat[chunk.offset : chunk.offset + chunk.nbytes]) != chunk.digest:
+        chunk, base = arriving.manifest.chunks[index], arriving.base
+        span = slice(chunk.offset, chunk.offset + chunk.nbytes)
+        into, gaps = arriving.flat[span], None
+        if frame is not None and base is not None:
+            try:
+                gaps = delta.apply(frame, base.flat[span], into)
+            except ValueError:
+                return False
+        if digest(into) != chunk.digest:
             return False
+        if base is not None and frame is None:
+            gaps = delta.changed_words(base.flat[span], into)
         with self._changing():
+            if base is not None:
+                self._changes.put(version, chunk.offset, gaps)
             arriving.missing.discard(index)
         return True
 
@@ -227,6 +266,7 @@ class WeightStore:
         with self._changing():
             if (stored := self._complete.pop(version, None)) is not None:
                 self._recycle(stored.flat)
+            self._changes.drop(version)
             if self._arriving is not None and self._arriving.manifest.version == version:
                 self._arriving = None
             if self._awaited == version:
@@ -291,6 +331,39 @@ class WeightStore:
                 raise NotReady if self._awaited == version else VersionEvicted(f"{version} was given up")
             self._note_request(reader, version, len(span), flat.nbytes)
             return flat[span.start - start : span.stop - start]
+
+    def knows_base(self, version: Version, offset: int, base: bytes) -> bool:
+        """Return whether :meth:`delta` knows the changes of a chunk from a base; True if the version is not here."""
+        with self._lock:
+            if version not in self._complete and (self._arriving is None or self._arriving.manifest.version != version):
+                return True
+            try:
+                self._changes.since(base, version, offset)
+            except UnknownBase:
+                return False
+            return True
+
+    def delta(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
+        """Return a chunk's frame (:mod:`.delta`) for a receiver that has ``base``; None if it is too large or unknown.
+
+        Args:
+            version: The version.
+            offset: Offset of the chunk.
+            base: Digest of the base.
+            chunk: The chunk, which :meth:`read` has returned.
+        """
+        with self._lock:
+            try:
+                found = self._changes.since(base, version, offset)
+            except UnknownBase:
+                found = None
+            frame = self._changes.frame(base, version, offset)
+        if frame is None and found is not None:
+            frame = delta.encode(delta.union(found, len(chunk)), chunk)
+            if frame is not None:
+                with self._lock:
+                    self._changes.keep_frame(base, version, offset, frame)
+        return frame
 
     def on_sent(self, reader: object) -> None:
         """Record that a reader has received all requested bytes."""

@@ -18,7 +18,7 @@ _SLICE_BYTES = 256 * 2**10
 take at once (Python 3.11)."""
 _SPARE_BYTES = 4 * 2**10
 """Size in bytes of the buffer for data that arrives while nothing is being received. It is small, because an
-unauthenticated peer must not cost much memory; a request has 33 bytes."""
+unauthenticated peer must not cost much memory; a request has 49 bytes."""
 _MAX_ACCEPTS_PER_TURN = 16
 """Maximum number of connections that asyncio accepts in one iteration of the loop. asyncio takes this number from its
 ``backlog`` argument."""

@@ -57,6 +57,7 @@ from rrl.tests.support.weights.source import content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.base import WeightTransport
+from rrl.transport.weights.delta import Buffer
 from rrl.transport.weights.manifest import ManifestBuilder
 from rrl.transport.weights.pull import PullFailed, WeightSource
 from rrl.transport.weights.select import open_transport
@@ -114,8 +115,8 @@ class _Store(WeightStore):
         super().__init__()
         self.first: dict[Version, float] = {}
 
-    def accept(self, version: Version, index: int) -> bool:
-        good = super().accept(version, index)
+    def accept(self, version: Version, index: int, frame: Buffer | None = None) -> bool:
+        good = super().accept(version, index, frame)
         if good and version not in self.first:
             self.first = {version: time.monotonic()}
         return good

@@ -101,14 +101,16 @@ class SpyTransport:
         into: memoryview,
         timeout: float,
         starvation_timeout: float = STARVATION_TIMEOUT_S,
-    ) -> None:
+        base: bytes | None = None,
+    ) -> bytearray | None:
         try:
-            await self.transport.fetch(address, version, span, into, timeout, starvation_timeout)
+            frame = await self.transport.fetch(address, version, span, into, timeout, starvation_timeout, base)
         except TransportError as error:
             self.failed.setdefault(address, []).append(str(error))
             raise
         self.came[address] = self.came.get(address, 0) + 1
         self.after(address, self.came[address])
+        return frame
 
     async def serve(self, store: WeightStore, host: str) -> str:
         return await self.transport.serve(store, host)

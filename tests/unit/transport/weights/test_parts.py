@@ -86,11 +86,11 @@ class Together(SpyTransport):
         self._begun: set[str] = set()
         self._all_begun = asyncio.Barrier(WORLD)
 
-    async def fetch(self, address: str, *words: Any) -> None:
+    async def fetch(self, address: str, *words: Any) -> bytearray | None:
         if address not in self._begun:
             self._begun.add(address)
             await asyncio.wait_for(self._all_begun.wait(), TIMEOUT_S)
-        await super().fetch(address, *words)
+        return await super().fetch(address, *words)
 
 
 async def test_all_parts_are_pulled_at_the_same_time(kind: str) -> None:

@@ -35,6 +35,7 @@ from rrl.transport.streams.connection import TransportError, authenticate
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights.base import VersionUnavailable, WeightTransport
+from rrl.transport.weights.delta import Buffer
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull
 from rrl.transport.weights.store import WeightStore
@@ -316,10 +317,10 @@ async def test_slow_source_is_kept_while_it_sends_chunks(kind: str) -> None:
     class Slow(SpyTransport):
         one_at_a_time = asyncio.Lock()
 
-        async def fetch(self, *asked: Any, **more: Any) -> None:
+        async def fetch(self, *asked: Any, **more: Any) -> bytearray | None:
             async with self.one_at_a_time:
                 await asyncio.sleep(0.2)
-            await super().fetch(*asked, **more)
+            return await super().fetch(*asked, **more)
 
     mine = WeightStore()
     async with served(kind, holding()) as at, transport_for(kind) as pipe:
@@ -339,11 +340,11 @@ async def test_receiver_that_verifies_slowly_loses_no_chunk(kind: str, monkeypat
     class Slow(WeightStore):
         accepted = 0
 
-        def accept(self, version: Version, index: int) -> bool:
+        def accept(self, version: Version, index: int, frame: Buffer | None = None) -> bool:
             self.accepted += 1
             if self.accepted == 3:
                 time.sleep(0.6)
-            return super().accept(version, index)
+            return super().accept(version, index, frame)
 
     monkeypatch.setattr(swarm, "_DIGEST_IN_THREAD_BYTES", 1)  # in threads
     mine = Slow()
