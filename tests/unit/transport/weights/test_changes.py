@@ -155,7 +155,9 @@ def test_too_many_changes_in_one_chunk_affect_only_this_chunk(store: WeightStore
 
 
 # ── layouts ────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(("name", "chunk", "size"), [("v", CHUNK, SIZE), ("w", CHUNK // 2, SIZE), ("w", CHUNK, SIZE - 1)])
+@pytest.mark.parametrize(
+    ("name", "chunk", "size"), [("v", CHUNK, SIZE), ("w", CHUNK // 2, SIZE), ("w", CHUNK, SIZE - 1)]
+)
 def test_version_of_another_layout_is_no_base(store: WeightStore, name: str, chunk: int, size: int) -> None:
     first, second = versions(2, SIZE)
     other = described(Version(1, 1), first[:size], chunk=chunk, name=name)[0]
@@ -178,9 +180,7 @@ def test_publisher_keeps_no_changes_from_a_version_of_another_size(store: Weight
 def test_each_part_of_a_version_is_sent_as_a_delta_by_its_rank() -> None:
     stores = [WeightStore() for _ in range(3)]
     parts = [versions(3, SIZE + rank) for rank in range(3)]
-    wholes = [
-        publish_parts(stores, Version(step, 1), [flats[step] for flats in parts], CHUNK) for step in range(3)
-    ]
+    wholes = [publish_parts(stores, Version(step, 1), [flats[step] for flats in parts], CHUNK) for step in range(3)]
     for rank, store in enumerate(stores):
         place = wholes[2].parts[rank].offset
         for old, new in zip(wholes[0].chunks, wholes[2].chunks, strict=True):

@@ -19,8 +19,7 @@ from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import store as stores
 from rrl.transport.weights.deltas import Deltas
-from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, WeightSource, pull
+from rrl.transport.weights.pull import AdaptiveTimeout, PullFailed, pull
 from rrl.transport.weights.store import WeightStore
 
 FEW = 0.05
