@@ -43,7 +43,7 @@ _NO_BASE = bytes(16)
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
 _STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY, _STATUS_DELTA, _STATUS_NO_BASE = 0, 1, 2, 3, 4
 _MAX_MANIFEST_BYTES = 64 * 2**20
-"""Maximum size of a manifest in bytes, which limits the memory that a peer can make this process allocate."""
+"""Maximum size of a manifest or of a frame in bytes, which limits the memory that a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
 """Timeout (s) for sending one reply. A client that does not accept the reply in time is disconnected, so that it cannot
 keep an evicted version in memory."""
@@ -256,7 +256,7 @@ class _ClientConnection:
         status, nbytes = _ANSWER.unpack(head)
         if nbytes == 0 and (refused := _REFUSALS.get(status)) is not None:
             return refused
-        is_frame = status == _STATUS_DELTA and into is not None and 0 < nbytes < into.nbytes
+        is_frame = status == _STATUS_DELTA and into is not None and 0 < nbytes <= max(into.nbytes, _MAX_MANIFEST_BYTES)
         is_whole = status == _STATUS_OK and (nbytes <= _MAX_MANIFEST_BYTES if into is None else nbytes == into.nbytes)
         if not is_frame and not is_whole:
             raise TransportError(f"received an unexpected reply: status {status}, {nbytes} bytes")

@@ -359,9 +359,9 @@ class _Pull:
             requested = self._now()
             frame: bytes | bytearray | None = UNCHANGED
             try:
-                base = self._store.base(self._version, index) if names_base and self._uses_base else None
+                base = self._store.base(self._version, index) if self._uses_base else None
                 if base != chunk.digest:
-                    frame = await self._fetch(source, index, chunk, base)
+                    frame = await self._fetch(source, index, chunk, base if names_base else None)
             except BaseUnknown:
                 heapq.heappush(missing, index)
                 self._uninformed.add(source.address)

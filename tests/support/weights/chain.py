@@ -14,6 +14,7 @@ from rrl.core.types import ReplicaId, Version
 from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.tests.support.weights.transports import CHUNK, SECRET, SIZE, SpyTransport, child, transport_for, weight_source
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
+from rrl.transport.weights.deltas import Deltas
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import AdaptiveTimeout, WeightSource, pull, select_sources
 from rrl.transport.weights.store import WeightStore
@@ -66,6 +67,7 @@ class Receiver:
 
     def __init__(self, name: str, spy: SpyTransport, store: WeightStore) -> None:
         self.name, self.spy, self.store = name, spy, store
+        self.deltas = Deltas(True)  # "auto" would choose by durations
         self.source = weight_source("", name, None)
 
     def chunks_from(self, source: WeightSource) -> int:
@@ -97,6 +99,7 @@ class Receiver:
             self.spy,
             adaptive_timeout=adaptive_timeout,
             starvation_timeout=starvation_timeout,
+            deltas=self.deltas,
         )
 
 

@@ -92,6 +92,8 @@ class SpyTransport:
         self.after = after
         self.came: dict[str, int] = {}
         self.failed: dict[str, list[str]] = {}
+        self.named_base: dict[str, int] = {}
+        """Number of requests that named a base, by source."""
 
     async def fetch(
         self,
@@ -103,6 +105,8 @@ class SpyTransport:
         starvation_timeout: float = STARVATION_TIMEOUT_S,
         base: bytes | None = None,
     ) -> bytearray | None:
+        if base is not None:
+            self.named_base[address] = self.named_base.get(address, 0) + 1
         try:
             frame = await self.transport.fetch(address, version, span, into, timeout, starvation_timeout, base)
         except TransportError as error:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 
-from rrl.core.types import TRAINER, Incarnation, Version, member_id
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import TRAINER, Incarnation, Version, WeightTraffic, member_id
 from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.store import Store
 from rrl.roles.worker import publishing
@@ -20,11 +24,12 @@ from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually
 from rrl.tests.support.roles.publishing_rank import gang, tensors_of
 from rrl.tests.support.roles.trajectories import crew
-from rrl.tests.support.roles.worker_scene import Manager, Role, Scene
+from rrl.tests.support.roles.worker_scene import JOB, Manager, Role, Scene
 from rrl.tests.support.weights.source import content
+from rrl.tests.support.weights.sparse import versions
 from rrl.tests.support.weights.transports import SECRET
 from rrl.transport.messages import Fenced, FirstWorkDone, Heartbeat
-from rrl.transport.weights.manifest import Manifest, ManifestBuilder
+from rrl.transport.weights.manifest import Manifest, ManifestBuilder, digest
 from rrl.transport.weights.store import StoredVersion
 
 WORLD = 2
@@ -42,6 +47,10 @@ class Rollout:
     @property
     def held(self) -> StoredVersion | None:
         return self._me._connection.weights.current()
+
+    @property
+    def traffic(self) -> WeightTraffic:
+        return self._me._connection.deltas.traffic
 
     async def receives(self, version: Version, world: int = WORLD) -> None:
         """Wait for a version, and check every byte of it."""
@@ -189,6 +198,82 @@ async def test_rank_that_contradicts_the_others_gets_an_error_and_may_publish_ag
             await manager.dismiss(role, incarnation)
 
 
+# ── deltas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+SIZE = 3 * 2**20 + 17
+BOTH = versions(2, SIZE)
+"""The bytes of the versions 0 and 1, of which 2 % of the words differ."""
+WAYS: dict[str, Callable[[Worker, int, memoryview], None]] = {
+    "publish": lambda me, step, flat: me.publish(step, [("a", "uint8", (SIZE,), flat)]),
+    "publish_each": lambda me, step, flat: me.publish_each(step, [("a", "uint8", (SIZE,), SIZE)], [flat]),
+    "publish_written": lambda me, step, flat: me.publish_written(
+        step, [("a", "uint8", (SIZE,), SIZE)], [lambda into: into.__setitem__(slice(None), flat)]
+    ),
+}
+
+
+def publish_both(me: Worker, rollout: Rollout, publish: Callable[[Worker, int, memoryview], None]) -> None:
+    """Publish two versions, the second once the rollout has the first."""
+    for step, flat in enumerate(BOTH):
+        publish(me, step, flat)
+        while rollout.held is None or rollout.held.manifest.version != Version(step, 1):
+            time.sleep(0.01)
+    assert bytes(rollout.held.flat[-SIZE:]) == BOTH[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_rollout_receives_the_changes_of_the_second_version(scene: Scene, way: str) -> None:
+    async with running(scene) as (_, manager, rollout):
+        me = scene.worker(crew.TRAINER)
+        await manager.dismiss(scene.start(me, lambda: publish_both(me, rollout, WAYS[way])), crew.TRAINER)
+        traffic = rollout.traffic
+        assert SIZE < traffic.received < 1.05 * SIZE
+        assert (traffic.nbytes, traffic.fallbacks) == (2 * SIZE, 0)
+
+
+async def test_rollout_receives_the_changes_of_each_part(scene: Scene) -> None:
+    async with running(scene) as (_, manager, rollout):
+        manager.world = WORLD
+        ranks = [scene.worker(crew.TRAINER), scene.worker(SECOND)]
+
+        def play(rank: int) -> None:
+            def shard(me: Worker, step: int, flat: memoryview) -> None:
+                me.publish_shard(step, [(f"w{rank}", "uint8", (SIZE,), flat)], part=rank, of=WORLD)
+
+            publish_both(ranks[rank], rollout, shard)
+
+        roles = [scene.start(me, partial(play, rank)) for rank, me in enumerate(ranks)]
+        for role, incarnation in zip(roles, (crew.TRAINER, SECOND), strict=True):
+            await manager.dismiss(role, incarnation)
+        assert 2 * SIZE < rollout.traffic.received < 1.05 * 2 * SIZE
+
+
+async def test_job_without_deltas_transfers_whole_versions_and_keeps_no_changes(scene: Scene) -> None:
+    spec = msgspec.structs.replace(JOB, transport=msgspec.structs.replace(JOB.transport, delta=False))
+    write_atomically(scene.at.run.run_spec, msgspec.json.encode(spec))
+    async with running(scene) as (_, manager, rollout):
+        me = scene.worker(crew.TRAINER)
+        await manager.dismiss(scene.start(me, lambda: publish_both(me, rollout, WAYS["publish"])), crew.TRAINER)
+        assert rollout.traffic.received > 2 * SIZE
+        assert not me._connection.weights.knows_base(Version(1, 1), 0, digest(BOTH[0][: 2**20]))
+
+
+async def test_memory_of_the_oldest_version_is_used_again_after_its_changes_were_found(scene: Scene) -> None:
+    me, places = scene.worker(crew.TRAINER), list[int]()
+
+    def play() -> None:
+        for step in range(6):
+            WAYS["publish"](me, step, BOTH[step % 2])
+            held = me._connection.weights.current()
+            assert held is not None
+            places.append(id(held.flat.obj))
+            del held
+
+    async with scene.manager() as manager:
+        await manager.dismiss(scene.start(me, play), crew.TRAINER)
+    assert places == [*places[:2]] * 3
+
+
+# ── arguments ──────────────────────────────────────────────────────────────────────────────────────────────────────
 A = memoryview(bytes(8))
 GAPS = memoryview(bytes(16))[::2]
 TENSOR = ("a", "uint8", (8,), A)
