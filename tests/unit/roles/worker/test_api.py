@@ -757,7 +757,9 @@ async def test_restarted_store_receives_the_newest_version_again(scene: Scene) -
             await _store_is(manager, endpoint, epoch=2)
             named = await eventually(lambda: store.newest_version)
             assert named.version == Version(1, 1)
-            await eventually(lambda: store.newest_version and len(store.newest_version.sources) == 2)
+            await eventually(
+                lambda: store.newest_version and sum(len(one) for _, one in store.newest_version.sources) == 2
+            )
     store.close()
 
 
@@ -770,7 +772,7 @@ async def test_rollout_pulls_from_another_one_if_the_trainer_died_early(scene: S
     relay, late = scene.worker(crew.ROLLOUT), Receiver(me := scene.worker(crew.OTHER))
     over = threading.Event()
     async with scene.manager_and(store) as manager:
-        assert store.report_version(crew.TRAINER, Version(7, 1)) is None
+        assert store.report_versions(crew.TRAINER, (Version(7, 1),)) is None
         relay._connection.weights.offer(
             held.manifest, held.flat
         )  # the version that this rollout had pulled before the trainer died
