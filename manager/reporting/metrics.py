@@ -7,7 +7,7 @@ Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ...cluster.base import NodeState
-from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, role_of
+from ...core.types import Incarnation, Outcome, Verdict, WeightTraffic, gang_of, is_support, role_of
 from ...health.detection.health_monitor import HealthMonitor
 from ..model import events as ev
 from ..model.actions import Exclude
@@ -39,6 +39,8 @@ class RunCounters:
         self.exclusions: Counter[str] = Counter()
         """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
+        self.weights: defaultdict[str, WeightTraffic] = defaultdict(WeightTraffic)
+        """What rollouts received of the weight versions, by role."""
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Count an event that changed the state from ``before`` to ``after``.
@@ -48,6 +50,10 @@ class RunCounters:
         event = stamped.event
         if isinstance(event, ev.StepCommitted):
             self.steps += before is not None and after.step > before.step
+        elif isinstance(event, ev.WeightsRecorded) and before is not None:
+            for replica in {incarnation.replica for incarnation, _ in event.versions}:
+                received = after.replica(replica).traffic.since(before.replica(replica).traffic)
+                self.weights[role_of(replica)] += received
         elif isinstance(event, ev.Decided):
             self._decided(event)
         if changes.raised is not None:
@@ -69,6 +75,12 @@ MAX_FINDING_SERIES = 500
 node."""
 RUN_STATES = ("waiting", "running", "ending", *(outcome.value for outcome in Outcome))
 """Values of the label ``state`` of rrl_run_state."""
+_WEIGHTS = (
+    ("rrl_weight_bytes_received", "received", "Bytes received for weight versions under this manager."),
+    ("rrl_weight_bytes", "nbytes", "Full size of these versions; the bytes received are fewer if deltas are sent."),
+    ("rrl_delta_fallbacks", "fallbacks", "Deltas with wrong results, after which whole chunks were requested."),
+)
+"""Metrics of weights: name, counter of WeightTraffic, help text."""
 
 
 class Facts(Struct, frozen=True):
@@ -166,6 +178,9 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
             ("rollout",),
             {("first",): float(lag[0]), ("last",): float(lag[1])},
         )
+    for name, counter, help_text in _WEIGHTS:
+        weights = {(role,): getattr(one, counter) for role, one in dict(counters.weights).items()}
+        yield _counted(name, help_text, ("role",), weights)
     yield _labelled(
         "rrl_replicas_down",
         "Replicas that are down after a failure, by role.",

@@ -30,7 +30,7 @@ from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
 from ...core.run_spec import RoleTraits, TransportSpec
-from ...core.types import Incarnation, NodeName, ReplicaId, Version, is_trainer, member_id
+from ...core.types import Incarnation, NodeName, ReplicaId, Version, WeightTraffic, is_trainer, member_id
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
@@ -281,6 +281,11 @@ class ManagerConnection:
             self._thread.join(timeout=10)
 
     @property
+    def traffic(self) -> WeightTraffic:
+        """What this process has received of all weight versions."""
+        return WeightTraffic()
+
+    @property
     def store(self) -> TrajectoryClient:
         """The client of the trajectory store.
 
@@ -467,7 +472,8 @@ class ManagerConnection:
         while True:
             if self._dialer.connected:
                 weights = self._held_version() if self._traits.gets_weights else None
-                heartbeat = self.status.heartbeat(self.launch.incarnation, weights)
+                traffic = self.traffic if weights is not None else WeightTraffic()
+                heartbeat = self.status.heartbeat(self.launch.incarnation, weights, traffic)
                 await self._dialer.send(heartbeat)
                 self._reported_phase = heartbeat.phase
                 if not self.launch.standby and self._loop.time() - self._clock_sent_at >= CLOCK_REPORT_INTERVAL_S:

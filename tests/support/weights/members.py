@@ -71,7 +71,7 @@ class Member:
         self.reports: list[say.Report] = []
         self.gone = False
         self.versions: tuple[Version, ...] = ()
-        """The newest versions that the member has reported as complete, the newest first; it may have evicted the second."""
+        """Newest versions that the member reported as complete, the newest first; it may have evicted the second."""
         self.serving: say.Serving
         self._on = on
         self._news = asyncio.Event()
