@@ -267,11 +267,6 @@ class WeightTraffic(Struct, frozen=True, array_like=True):
     fallbacks: int = 0
     """Number of deltas that did not result in the right bytes, so that the whole chunk was requested."""
 
-    def __add__(self, other: WeightTraffic) -> WeightTraffic:
-        return WeightTraffic(
-            self.received + other.received, self.nbytes + other.nbytes, self.fallbacks + other.fallbacks
-        )
-
     def since(self, earlier: WeightTraffic) -> WeightTraffic:
         """Return what has been received after ``earlier``; 0 for a counter that a faulty process has decreased."""
         return WeightTraffic(

@@ -7,7 +7,7 @@ Alerts and a dashboard on these metrics are in docs/alerts.yml and docs/grafana.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ...cluster.base import NodeState
-from ...core.types import Incarnation, Outcome, Verdict, WeightTraffic, gang_of, is_support, role_of
+from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, role_of
 from ...health.detection.health_monitor import HealthMonitor
 from ..model import events as ev
 from ..model.actions import Exclude
@@ -39,8 +39,10 @@ class RunCounters:
         self.exclusions: Counter[str] = Counter()
         """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
-        self.weights: defaultdict[str, WeightTraffic] = defaultdict(WeightTraffic)
-        """What rollouts received of the weight versions, by role."""
+        self.weight_bytes_received: Counter[tuple[str, ...]] = Counter()
+        self.weight_bytes: Counter[tuple[str, ...]] = Counter()
+        self.delta_fallbacks: Counter[tuple[str, ...]] = Counter()
+        """Sums of :class:`.WeightTraffic` by role."""
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Count an event that changed the state from ``before`` to ``after``.
@@ -53,7 +55,10 @@ class RunCounters:
         elif isinstance(event, ev.WeightsRecorded) and before is not None:
             for replica in {incarnation.replica for incarnation, _ in event.versions}:
                 received = after.replica(replica).traffic.since(before.replica(replica).traffic)
-                self.weights[role_of(replica)] += received
+                role = (role_of(replica),)
+                self.weight_bytes_received[role] += received.received
+                self.weight_bytes[role] += received.nbytes
+                self.delta_fallbacks[role] += received.fallbacks
         elif isinstance(event, ev.Decided):
             self._decided(event)
         if changes.raised is not None:
@@ -75,12 +80,6 @@ MAX_FINDING_SERIES = 500
 node."""
 RUN_STATES = ("waiting", "running", "ending", *(outcome.value for outcome in Outcome))
 """Values of the label ``state`` of rrl_run_state."""
-_WEIGHTS = (
-    ("rrl_weight_bytes_received", "received", "Bytes received for weight versions under this manager."),
-    ("rrl_weight_bytes", "nbytes", "Full size of these versions; the bytes received are fewer if deltas are sent."),
-    ("rrl_delta_fallbacks", "fallbacks", "Deltas with wrong results, after which whole chunks were requested."),
-)
-"""Metrics of weights: name, counter of WeightTraffic, help text."""
 
 
 class Facts(Struct, frozen=True):
@@ -178,9 +177,24 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
             ("rollout",),
             {("first",): float(lag[0]), ("last",): float(lag[1])},
         )
-    for name, counter, help_text in _WEIGHTS:
-        weights = {(role,): getattr(one, counter) for role, one in dict(counters.weights).items()}
-        yield _counted(name, help_text, ("role",), weights)
+    yield _counted(
+        "rrl_weight_bytes_received",
+        "Bytes received for weight versions under this manager.",
+        ("role",),
+        counters.weight_bytes_received,
+    )
+    yield _counted(
+        "rrl_weight_bytes",
+        "Full size of these weight versions; the bytes received are fewer if deltas are sent.",
+        ("role",),
+        counters.weight_bytes,
+    )
+    yield _counted(
+        "rrl_delta_fallbacks",
+        "Deltas with wrong results, after which whole chunks were requested.",
+        ("role",),
+        counters.delta_fallbacks,
+    )
     yield _labelled(
         "rrl_replicas_down",
         "Replicas that are down after a failure, by role.",
