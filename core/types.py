@@ -257,8 +257,8 @@ class DataReport(Struct, frozen=True):
     """Whether nobody else can complete the data, because they hold all of it."""
 
 
-class WeightTraffic(Struct, frozen=True):
-    """What a process has received of the weight versions that it has pulled."""
+class WeightTraffic(Struct, frozen=True, array_like=True):
+    """What a process has received of the weight versions that it has pulled: counters, which never decrease."""
 
     received: int = 0
     """Bytes received for these versions, with those of the protocol."""
@@ -266,6 +266,14 @@ class WeightTraffic(Struct, frozen=True):
     """Full size of these versions in bytes."""
     fallbacks: int = 0
     """Number of deltas that did not result in the right bytes, so that the whole chunk was requested."""
+
+    def since(self, earlier: WeightTraffic) -> WeightTraffic:
+        """Return what has been received after ``earlier``; 0 for a counter that a faulty process has decreased."""
+        return WeightTraffic(
+            max(0, self.received - earlier.received),
+            max(0, self.nbytes - earlier.nbytes),
+            max(0, self.fallbacks - earlier.fallbacks),
+        )
 
 
 STACKS = "stacks"

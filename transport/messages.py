@@ -13,7 +13,17 @@ from msgspec import Struct
 from ..core.faults import Fault
 from ..core.launch import ExitRecord
 from ..core.phases import ClockReading
-from ..core.types import DataReport, Finding, GpuUse, Incarnation, NodeName, ProbeResult, ReplicaId, Version
+from ..core.types import (
+    DataReport,
+    Finding,
+    GpuUse,
+    Incarnation,
+    NodeName,
+    ProbeResult,
+    ReplicaId,
+    Version,
+    WeightTraffic,
+)
 
 PROTOCOL_VERSION = 5
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
@@ -50,7 +60,7 @@ class Hello(Struct, frozen=True, tag=True):
     gpus: tuple[str, ...] = ()
 
 
-class Heartbeat(Struct, frozen=True, tag=True):
+class Heartbeat(Struct, frozen=True, tag=True, omit_defaults=True):
     """Sent by a worker periodically. ``done`` counts units of work of this incarnation (tokens, samples, steps)."""
 
     incarnation: Incarnation
@@ -63,6 +73,8 @@ class Heartbeat(Struct, frozen=True, tag=True):
     """In the store's heartbeat: what it knows about the data that the trainer needs next."""
     weights: Version | None = None
     """In the heartbeat of a process that gets weights: its newest complete version."""
+    traffic: WeightTraffic = WeightTraffic()
+    """In the heartbeat of a process that has weights: what it has received of all versions."""
 
 
 class ClockReport(Struct, frozen=True, tag=True):

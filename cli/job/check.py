@@ -22,6 +22,7 @@ from ...config.job.load import job_from, resolved
 from ...config.job.render import as_toml
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
+from ...config.model_size import weight_count
 from ...core.run_spec import Limits, RunSpec
 from ...core.text import plural, span
 from ...core.types import Resources, UsageError
@@ -34,6 +35,9 @@ from ..common.output import print_json
 from ..views.formatting import size
 from .task_check import TaskReport, try_task
 from .task_trial import Sample
+
+LARGE_VERSION_BYTES = 2**27
+"""Size in bytes of a version that takes a second at 1 Gbit/s."""
 
 
 class Overview(Demand, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ def check(
     """
     document = JobDocument(files, [parse_setting(setting) for setting in settings])
     _, job, spec, parts, found = checked(job_from(document), document, trust_folder=trust)
-    plan = [*parts, ("weights", _transport_text(job))]
+    plan = [*parts, ("weights", "\n".join([_transport_text(job), *_dtype_text(job, spec)]))]
     if job.sampling.extras:
         plan.append(("extras", _extras_text(job, spec)))
     if notifications := notifications_text(job):
@@ -155,6 +159,24 @@ def _transport_text(job: Job) -> str:
     except UntrustedNetwork as error:
         return str(error)
     return f"over {choice.kind}: {choice.reason}"
+
+
+def _dtype_text(job: Job, spec: RunSpec) -> Iterator[str]:
+    """Yield a line about what versions in bfloat16 would save, if versions in float32 take noticeable time.
+
+    The shares of changed bytes were measured with the trainer's Learner on SmolLM2-135M. The dtype in which a trainer
+    of the user's own publishes is not known.
+    """
+    own = job.task is None or job.roles.trainer.command is not None
+    if own or spec.model.dtype != "float32" or not job.transport.delta:
+        return
+    nbytes = 4 * weight_count(spec.model)  # 0 if this machine does not have the folder
+    if not nbytes or nbytes >= LARGE_VERSION_BYTES:
+        versions = f"{size(nbytes)} a version" if nbytes else "versions"
+        yield (
+            f'{versions} in float32; [model] dtype = "bfloat16" halves this, and deltas send 1 to 4 % of that at a'
+            " learning rate of 1e-6, 3 to 6 % at 1e-5 (in float32 nearly all values change)"
+        )
 
 
 _HEAD = ("role", "phase", "loads", "first pass", "later", "because")

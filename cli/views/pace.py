@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from rich.text import Text
 
 from ...core.run_spec import RoleSpec
-from ...core.text import span
+from ...core.text import plural, span
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.step_times import seconds_per_step
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
-from ...manager.model.queries import weights_lag_steps
-from ...manager.model.state import Evaluation, State
+from ...manager.model.queries import received_weights, weights_lag_steps
+from ...manager.model.state import Evaluation, Replica, State
 from .formatting import number
 
 _SEPARATOR = " · "
 _IDLE_CAUSES = {"store": "the store", "external": "external services"}
 """Texts of idle causes, if they differ from the cause's name."""
+NO_DELTAS_SHARE = 0.99
+"""Share of the bytes of the weights from which on no delta was sent, or next to none."""
 
 
 def idle_text(name: str, shares: Mapping[str, float]) -> str:
@@ -76,6 +78,11 @@ class Pace(Struct, frozen=True):
     """Effective training time ratio of the run (docs/report.md); None until one step is undisturbed."""
     weights_lag_steps: int | None
     """Training steps by which the rollout with the oldest weights is behind the trainer."""
+    weights_received_share: float | None
+    """Bytes that the rollouts have received of their newest weight versions, over the size of these versions; little if
+    deltas are sent."""
+    delta_fallbacks: int
+    """Deltas that did not result in the right bytes, so that the current rollouts requested whole chunks."""
 
 
 def pace_of(state: State, now: float, frozen: bool = False) -> Pace:
@@ -89,7 +96,15 @@ def pace_of(state: State, now: float, frozen: bool = False) -> Pace:
         step_s * (state.job.steps - state.step) if step_s is not None and state.finish is None and not frozen else None,
         state.ettr,
         None if lag is None else lag[1],
+        *received_weights(state.workers),
     )
+
+
+def delta_figures(replicas: Iterable[Replica]) -> list[Text]:
+    """Return how much deltas send of the newest weight versions, and the number of wrong deltas; nothing without."""
+    share, fallbacks = received_weights(replicas)
+    found = [] if share is None or share >= NO_DELTAS_SHARE else [Text(f"deltas of {100 * share:.2g} % of the bytes")]
+    return [*found, *([Text(plural(fallbacks, "delta fallback"), "yellow")] if fallbacks else [])]
 
 
 def progress_figures(state: State, now: float, frozen: bool = False) -> list[Text]:

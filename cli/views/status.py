@@ -36,6 +36,7 @@ from ...manager.storage.model_folders import ModelFolders
 from .formatting import LABEL_COLUMNS, OUTCOME_COLOUR, bar, curve, folded, labelled, number, resampled
 from .pace import (
     agent_figures,
+    delta_figures,
     evaluation_figures,
     idle_shares_of_roles,
     length_figures,
@@ -284,6 +285,7 @@ def _weights(state: State) -> Iterator[Text]:
         low, high = lag
         behind = f"{plural(high, 'step')}" if low == high else f"{low} to {high} steps"
         yield Text(f"rollouts {behind} behind the trainer" if high else "rollouts have those of the trainer")
+    yield from delta_figures(state.workers)
 
 
 def _notes_of_replicas(state: State) -> Iterator[tuple[str, Text]]:

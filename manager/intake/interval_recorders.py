@@ -6,7 +6,7 @@ from math import inf
 
 from ...core.phases import MAX_CLOCK_ENTRIES, ClockReading, PhaseTime
 from ...core.text import escaped
-from ...core.types import GpuUse, Incarnation, NodeName, Version, is_support
+from ...core.types import GpuUse, Incarnation, NodeName, Version, WeightTraffic, is_support
 from ..context import RunContext
 from ..model.events import ClocksRecorded, GpuUseRecorded, WeightsRecorded
 
@@ -24,8 +24,10 @@ GPU_USE_RECORD_INTERVAL_S = 20.0
 WEIGHTS_RECORD_INTERVAL_S = 1.0
 """Minimum seconds between two records of weight versions: the usual interval of heartbeats."""
 RECORD_INTERVAL_PER_ROLLOUT_S = 0.01
-"""Seconds by which each rollout in a record delays this record. A version takes 50 bytes, so that records take less
-than 5 kB/s for any number of rollouts."""
+"""Seconds by which each rollout in a record delays this record. A version takes 70 bytes, so that records take less
+than 7 kB/s for any number of rollouts."""
+MAX_TRAFFIC = 2**53
+"""Largest value kept of a counter of received weights, which JSON and Prometheus represent exactly: 9 PB."""
 RECORD_INTERVAL_PER_NODE_S = 0.02
 """Seconds by which each node in a record delays the next record. A node takes 40 bytes, so that records take less than
 2 kB/s for any number of nodes."""
@@ -85,20 +87,27 @@ def _limited(clock: ClockReading) -> ClockReading:
 
 
 class WeightsRecorder:
-    """Keeps the weight versions that rollouts report to one manager, and records those that have changed together."""
+    """Keeps the weight versions that rollouts report to one manager, and records those that have changed together.
+
+    What a rollout has received is recorded with its versions, and once for its first version, which it reports itself.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._unrecorded: dict[Incarnation, Version] = {}
+        self._unrecorded: dict[Incarnation, tuple[Version, WeightTraffic]] = {}
         self._recorded_at = -inf
 
-    def on_report(self, incarnation: Incarnation, version: Version) -> None:
+    def on_report(self, incarnation: Incarnation, version: Version, traffic: WeightTraffic) -> None:
         """Keep the version that an incarnation holds, and record all changed versions if a record is due."""
-        if version != self._context.state().replica(incarnation.replica).weight_version:
-            self._unrecorded[incarnation] = version
+        replica = self._context.state().replica(incarnation.replica)
+        if version != replica.weight_version or (traffic.nbytes > 0 and replica.traffic.nbytes == 0):
+            counters = (traffic.received, traffic.nbytes, traffic.fallbacks)
+            limited = WeightTraffic(*(min(max(0, one), MAX_TRAFFIC) for one in counters))
+            self._unrecorded[incarnation] = version, limited
         pause = max(WEIGHTS_RECORD_INTERVAL_S, len(self._unrecorded) * RECORD_INTERVAL_PER_ROLLOUT_S)
         if self._unrecorded and self._context.now() - self._recorded_at >= pause:
-            self._context.record(WeightsRecorded(tuple(self._unrecorded.items())))
+            versions = tuple((one, version) for one, (version, _) in self._unrecorded.items())
+            self._context.record(WeightsRecorded(versions, tuple(one for _, one in self._unrecorded.values())))
             self._recorded_at = self._context.now()
             self._unrecorded = {}
 

@@ -405,7 +405,7 @@ class MessageHandler:
         if note != self._context.state().replica(incarnation.replica).note:
             self._context.record(ev.NoteChanged(incarnation, note))
         if message.weights is not None:
-            self._weights_recorder.on_report(incarnation, message.weights)
+            self._weights_recorder.on_report(incarnation, message.weights, message.traffic)
         if incarnation.replica == STORE:
             self._record_outside_wait(incarnation, now)
 

@@ -24,6 +24,7 @@ from ...core.types import (
     RaisedException,
     ReplicaId,
     Version,
+    WeightTraffic,
 )
 from ...health.detection.baselines import RoleBaseline
 from ...transport.messages import Evaluated as Evaluated
@@ -291,6 +292,8 @@ class WeightsRecorded(Struct, frozen=True, tag=True):
     """
 
     versions: tuple[tuple[Incarnation, Version], ...]
+    traffic: tuple[WeightTraffic, ...] = ()
+    """What each of them has received of all its versions, in the order of ``versions``; empty in earlier journals."""
 
 
 class GpuUseRecorded(Struct, frozen=True, tag=True):

@@ -170,6 +170,19 @@ def weights_lag_steps(state: State) -> tuple[int, int] | None:
     return (min(lags), max(lags)) if lags else None
 
 
+def received_weights(replicas: Iterable[Replica]) -> tuple[float | None, int]:
+    """Return how much the current replicas have received of the size of their newest weight versions, and fallbacks.
+
+    The share of the size is a number from 0 to a little more than 1; None if no replica has received a version after
+    its first one. The fallbacks are those of all versions.
+    """
+    current = [replica for replica in replicas if replica.is_current]
+    newest = [one.traffic.since(one.traffic_before) for one in current if one.traffic_before.nbytes]
+    nbytes = sum(one.nbytes for one in newest)
+    share = sum(one.received for one in newest) / nbytes if nbytes else None
+    return share, sum(one.traffic.fallbacks for one in current)
+
+
 def node_finding(state: State, node: NodeName) -> Finding | None:
     """Return the most severe FAIL finding about a node (:func:`most_severe`); None if there is none."""
     findings = state.findings_about.get(node)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from msgspec.structs import replace
 
 from ...cluster.base import RejectReason
 from ...core.launch import ExitReason
-from ...core.types import Finding, Flag, Incarnation, NodeName, RaisedException, ReplicaId, gang_of, is_support, role_of
+from ...core.types import (
+    Finding,
+    Flag,
+    Incarnation,
+    NodeName,
+    RaisedException,
+    ReplicaId,
+    WeightTraffic,
+    gang_of,
+    is_support,
+    role_of,
+)
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
 from .figures import idle_times, stream_figures
@@ -85,6 +97,8 @@ def on_launch_intended(state: State, at: float, action: Launch) -> State:
         weight_address=None,
         rendezvous_address=None,
         weight_version=None,
+        traffic=WeightTraffic(),
+        traffic_before=WeightTraffic(),
         advanced=False,
         preferred_node=None,
         promoted_from=standby,
@@ -422,10 +436,12 @@ def on_version_available(state: State, at: float, event: ev.VersionAvailable) ->
 
 
 def on_weights_recorded(state: State, at: float, event: ev.WeightsRecorded) -> State:
-    """Record the weight versions that rollouts hold."""
-    for incarnation, version in event.versions:
+    """Record the weight versions that rollouts hold, and what the rollouts have received of them."""
+    for (incarnation, version), traffic in zip_longest(event.versions, event.traffic[: len(event.versions)]):
         if state.is_current(incarnation):
-            state = with_replica(state, incarnation.replica, weight_version=version)
+            before = state.replica(incarnation.replica).traffic
+            changes = {} if traffic is None else {"traffic": traffic, "traffic_before": before}
+            state = with_replica(state, incarnation.replica, weight_version=version, **changes)
     return state
 
 

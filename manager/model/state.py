@@ -27,6 +27,7 @@ from ...core.types import (
     RaisedException,
     ReplicaId,
     Version,
+    WeightTraffic,
     gang_of,
     is_support,
     role_of,
@@ -135,6 +136,10 @@ class Replica(Struct, frozen=True):
     weight_address: str | None = None
     rendezvous_address: str | None = None
     weight_version: Version | None = None
+    traffic: WeightTraffic = WeightTraffic()
+    """What the newest incarnation has received of all its weight versions, as of the newest record."""
+    traffic_before: WeightTraffic = WeightTraffic()
+    """The same as of the record before. The difference is the traffic of its newest versions."""
     failures: tuple[FailedIncarnation, ...] = ()
     uncharged_restart: UnchargedRestart | None = None
     """The newest restart that did not count against the replica's budget. When a gang restarts, it is recorded only for

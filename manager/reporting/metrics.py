@@ -39,6 +39,10 @@ class RunCounters:
         self.exclusions: Counter[str] = Counter()
         """Excluded nodes, by cause; the cause is ``person`` for nodes that a user excluded."""
         self.steps = 0
+        self.weight_bytes_received: Counter[tuple[str, ...]] = Counter()
+        self.weight_bytes: Counter[tuple[str, ...]] = Counter()
+        self.delta_fallbacks: Counter[tuple[str, ...]] = Counter()
+        """Sums of :class:`.WeightTraffic` by role."""
 
     def apply(self, before: State | None, after: State, stamped: ev.Stamped, changes: Changes) -> None:
         """Count an event that changed the state from ``before`` to ``after``.
@@ -48,6 +52,13 @@ class RunCounters:
         event = stamped.event
         if isinstance(event, ev.StepCommitted):
             self.steps += before is not None and after.step > before.step
+        elif isinstance(event, ev.WeightsRecorded) and before is not None:
+            for replica in {incarnation.replica for incarnation, _ in event.versions}:
+                received = after.replica(replica).traffic.since(before.replica(replica).traffic)
+                role = (role_of(replica),)
+                self.weight_bytes_received[role] += received.received
+                self.weight_bytes[role] += received.nbytes
+                self.delta_fallbacks[role] += received.fallbacks
         elif isinstance(event, ev.Decided):
             self._decided(event)
         if changes.raised is not None:
@@ -166,6 +177,24 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
             ("rollout",),
             {("first",): float(lag[0]), ("last",): float(lag[1])},
         )
+    yield _counted(
+        "rrl_weight_bytes_received",
+        "Bytes received for weight versions under this manager.",
+        ("role",),
+        counters.weight_bytes_received,
+    )
+    yield _counted(
+        "rrl_weight_bytes",
+        "Full size of these weight versions; the bytes received are fewer if deltas are sent.",
+        ("role",),
+        counters.weight_bytes,
+    )
+    yield _counted(
+        "rrl_delta_fallbacks",
+        "Deltas with wrong results, after which whole chunks were requested.",
+        ("role",),
+        counters.delta_fallbacks,
+    )
     yield _labelled(
         "rrl_replicas_down",
         "Replicas that are down after a failure, by role.",

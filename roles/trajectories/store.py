@@ -198,19 +198,19 @@ class Store:
         """The newest weight version and its sources."""
         return self._versions.newest
 
-    def report_version(self, source: Incarnation, version: Version | None) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if it is accepted.
+    def report_versions(self, source: Incarnation, versions: tuple[Version, ...]) -> Denied | NotReady | None:
+        """Record the versions that ``source`` serves, if any. Return why the report is rejected; None if accepted.
 
         A report is denied if its sender is fenced, or if a trainer reports a version of another incarnation.
         """
         if not is_trainer(source.replica):
             rejection: Denied | NotReady | None = self.check_worker(source)
-        elif source != source.gang or (version is not None and version.incarnation != source.number):
-            rejection = Denied(f"{source} is not the publisher of {version}")
+        elif source != source.gang or any(one.incarnation != source.number for one in versions):
+            rejection = Denied(f"{source} is not the publisher of {versions[0] if versions else 'any version'}")
         else:
             rejection = self._check_trainer(source)
-        if rejection is None and version is not None:
-            self._versions.report(source, version)
+        if rejection is None and versions:
+            self._versions.report(source, versions)
         return rejection
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -302,7 +302,8 @@ class NewestVersion(Struct, frozen=True, tag=True):
     """The newest version that any current process serves, and all processes that serve it."""
 
     version: Version
-    sources: tuple[Incarnation, ...]
+    sources: tuple[tuple[tuple[Version, ...], tuple[Incarnation, ...]], ...]
+    """The processes that serve it, together with those that serve the same versions, and these versions."""
 
 
 Answer = Leased | Scoring | Done | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
@@ -431,7 +432,7 @@ class GetMetrics(Request[StoredMetrics], frozen=True, tag=True):
 
 
 class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
-    """Report of the weight version that a trainer or rollout serves, and request for the newest version.
+    """Report of the weight versions that a trainer or rollout serves, and request for the newest version.
 
     Answered with :class:`NewestVersion` as soon as the newest version is not ``known``, or the membership changes while
     the sender does not serve that version, and otherwise after ``wait`` seconds, so that the sender learns of new
@@ -439,8 +440,8 @@ class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
     incarnation is answered.
     """
 
-    weight_version: Version | None = None
-    """Newest version that the sender serves; None if it has none."""
+    weight_versions: tuple[Version, ...] = ()
+    """Complete versions that the sender serves, the newest first."""
     known: Version | None = None
     """Newest version that the sender has learned of from the store."""
     wait: float = 10.0

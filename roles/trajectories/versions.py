@@ -3,7 +3,7 @@
 The store is the only directory of versions, so that rollouts keep receiving weights while the manager is frozen or
 dead. The addresses of the replicas are in the manager's ``Peers`` message.
 
-The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the version
+The directory is not durable. Each trainer or rollout keeps one request open at the store, which carries the versions
 that it serves and is sent again on every reconnect. So a store that restarts knows the newest version as soon as one
 replica that serves it has reconnected, even if the trainer is dead. Until then, rollouts keep what they knew.
 """
@@ -28,29 +28,38 @@ class VersionDirectory:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Incarnation, Version] = {}
-        self._version: Version | None = None
-        self._sources: dict[Incarnation, None] = {}
-        """Replicas that serve ``_version``, in the order of their reports."""
+        self._held: dict[Incarnation, tuple[Version, ...]] = {}
+        self._sources: dict[tuple[Version, ...], dict[Incarnation, None]] = {}
+        """Replicas by the versions that they serve, in the order of their reports. They are few groups."""
 
     @property
     def newest(self) -> NewestVersion | None:
         """The answer to ``FollowVersions`` requests; None while no version is known."""
-        return None if self._version is None else NewestVersion(self._version, tuple(self._sources))
+        if not self._sources:
+            return None
+        version = max(map(max, self._sources))
+        return NewestVersion(
+            version, tuple((held, tuple(sources)) for held, sources in self._sources.items() if version in held)
+        )
 
-    def report(self, source: Incarnation, version: Version) -> None:
-        """Record which version ``source`` serves. Repeating a report changes nothing."""
-        self._held[source] = version
-        if self._version is None or version > self._version:
-            self._version, self._sources = version, {}
-        if version == self._version:
-            self._sources[source] = None
+    def report(self, source: Incarnation, versions: tuple[Version, ...]) -> None:
+        """Record which versions, at least one, ``source`` serves. Repeating a report changes nothing."""
+        known = self._held.get(source)
+        if known == versions:
+            return
+        if known is not None:
+            del self._sources[known][source]
+            if not self._sources[known]:
+                del self._sources[known]
+        self._held[source] = versions
+        self._sources.setdefault(versions, {})[source] = None
 
     def remove(self, is_fenced: Callable[[Incarnation], bool]) -> None:
         """Remove fenced sources. If all sources of the newest version are fenced, an older version is the newest."""
-        self._held = {source: version for source, version in self._held.items() if not is_fenced(source)}
-        self._version = max(self._held.values(), default=None)
-        self._sources = {source: None for source, version in self._held.items() if version == self._version}
+        remaining = {source: held for source, held in self._held.items() if not is_fenced(source)}
+        self._held, self._sources = {}, {}
+        for source, held in remaining.items():
+            self.report(source, held)
 
 
 class VersionStore(Protocol):
@@ -61,14 +70,14 @@ class VersionStore(Protocol):
         """The newest weight version and its sources."""
         ...
 
-    def report_version(self, source: Incarnation, version: Version | None) -> Denied | NotReady | None:
-        """Record the version that ``source`` serves, if any. Return why the report is rejected; None if accepted."""
+    def report_versions(self, source: Incarnation, versions: tuple[Version, ...]) -> Denied | NotReady | None:
+        """Record the versions that ``source`` serves, if any. Return why the report is rejected; None if accepted."""
         ...
 
 
 def report_and_read(store: VersionStore, request: FollowVersions) -> NewestVersion | NotReady | Denied:
-    """Report the version that the sender serves, and return the newest known version."""
-    return store.report_version(request.incarnation, request.weight_version) or store.newest_version or NotReady()
+    """Report the versions that the sender serves, and return the newest known version."""
+    return store.report_versions(request.incarnation, request.weight_versions) or store.newest_version or NotReady()
 
 
 class _Following(Struct):
@@ -125,7 +134,7 @@ class Followers:
             answer = report_and_read(self._store, request)
             is_news = isinstance(answer, Denied)
             if isinstance(answer, NewestVersion):  # who still pulls it may have lost all sources that it knows
-                is_pulled = members_changed and answer.version != request.weight_version
+                is_pulled = members_changed and answer.version not in request.weight_versions
                 is_news = answer.version != request.known or is_pulled
             if is_news or waiting.until <= now:
                 answers.append((waiting.incoming, answer))

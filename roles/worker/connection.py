@@ -30,7 +30,7 @@ from ...core.launch import Launch
 from ...core.phases import STANDBY
 from ...core.run_dir import RunDir
 from ...core.run_spec import RoleTraits, TransportSpec
-from ...core.types import Incarnation, NodeName, ReplicaId, Version, is_trainer, member_id
+from ...core.types import Incarnation, NodeName, ReplicaId, Version, WeightTraffic, is_trainer, member_id
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
@@ -102,12 +102,14 @@ class WeightSources:
     def newest(self) -> Version | None:
         """The newest version that a process serves whose address is known; None if there is none."""
         newest = self._newest
-        return newest.version if newest is not None and not self._addresses.keys().isdisjoint(newest.sources) else None
+        served = newest is not None and any(not self._addresses.keys().isdisjoint(one) for _, one in newest.sources)
+        return newest.version if newest is not None and served else None
 
     def sources(self) -> tuple[WeightSource, ...]:
-        """Return every process that serves weights, with the newest version if it has reported that."""
-        version = {} if self._newest is None else dict.fromkeys(self._newest.sources, self._newest.version)
-        return tuple(WeightSource(one, address, version.get(one)) for one, address in self._addresses.items())
+        """Return every process that serves weights, with its versions if it has reported the newest version."""
+        groups = () if self._newest is None else self._newest.sources
+        held = {source: versions for versions, sources in groups for source in sources}
+        return tuple(WeightSource(one, address, held.get(one, ())) for one, address in self._addresses.items())
 
 
 class Stopping(Exception):
@@ -281,6 +283,11 @@ class ManagerConnection:
             self._thread.join(timeout=10)
 
     @property
+    def traffic(self) -> WeightTraffic:
+        """What this process has received of all weight versions."""
+        return WeightTraffic()
+
+    @property
     def store(self) -> TrajectoryClient:
         """The client of the trajectory store.
 
@@ -403,16 +410,17 @@ class ManagerConnection:
     def _find_store(self) -> Address | None:
         return store_address(self.peers)
 
-    def _held_version(self) -> Version | None:
-        """Return the newest complete weight version of this process, or None if it has none to report.
+    def _held_versions(self) -> tuple[Version, ...]:
+        """Return the complete weight versions that this process has to report, the newest first.
 
-        The first member of a trainer's gang reports for all, as each member may have only a part of the version.
+        The first member of a trainer's gang reports for all, as each member may have only a part of a version.
         """
         me = self.launch.incarnation
-        if is_trainer(me.replica) and me != me.gang:
-            return None
-        stored = self.weights.current()
-        return stored.manifest.version if stored is not None else None
+        return () if is_trainer(me.replica) and me != me.gang else self.weights.complete_versions()
+
+    def _held_version(self) -> Version | None:
+        """Return the newest complete weight version of this process, or None if it has none to report."""
+        return next(iter(self._held_versions()), None)
 
     def _weights_step(self) -> int | None:
         """Return the training step of the newest complete weights of this process, or None if it has none."""
@@ -466,7 +474,8 @@ class ManagerConnection:
         while True:
             if self._dialer.connected:
                 weights = self._held_version() if self._traits.gets_weights else None
-                heartbeat = self.status.heartbeat(self.launch.incarnation, weights)
+                traffic = self.traffic if weights is not None else WeightTraffic()
+                heartbeat = self.status.heartbeat(self.launch.incarnation, weights, traffic)
                 await self._dialer.send(heartbeat)
                 self._reported_phase = heartbeat.phase
                 if not self.launch.standby and self._loop.time() - self._clock_sent_at >= CLOCK_REPORT_INTERVAL_S:
@@ -509,7 +518,7 @@ class ManagerConnection:
         return (await self.store.ask(GetMetrics, step)).commits
 
     async def _exchange_versions(self) -> None:
-        """Report to the store which version this process serves, and receive the newest version and its sources.
+        """Report to the store which versions this process serves, and receive the newest version and its sources.
 
         One request to the store is open nearly all the time: it is replaced when this process serves another version,
         and repeated when the store restarts.
@@ -517,14 +526,14 @@ class ManagerConnection:
         known: Version | None = None
         while True:
             self._served_version_changed.clear()
-            version = self._held_version()
+            versions = self._held_versions()
             if is_trainer(self.launch.incarnation.replica):
-                if version is None:  # a publisher without a version has nothing to report or to request
+                if not versions:  # a publisher without a version has nothing to report or to request
                     await self._served_version_changed.wait()
                     continue
-                known = version
+                known = versions[0]
             try:
-                following = self.store.ask(FollowVersions, version, known)
+                following = self.store.ask(FollowVersions, versions, known)
                 newest = await _unless_set(self._served_version_changed, following)
             except Refused:
                 await asyncio.sleep(REFUSED_PAUSE_S)
@@ -587,8 +596,12 @@ class ManagerConnection:
         """Return the sources of ``version``, the publisher first if ``direct``; called again when a source failed."""
         if self._weight_sources.newest != version:
             raise Superseded(f"{version} is superseded")
-        chain = self._transport_settings.chain
-        return select_sources(self.launch.incarnation.replica, self._weight_sources.sources(), version, chain, direct)
+        me, sources, chain = (
+            self.launch.incarnation.replica,
+            self._weight_sources.sources(),
+            self._transport_settings.chain,
+        )
+        return select_sources(me, sources, version, chain, direct, self._held_version())
 
 
 def _open_loop(owner: object) -> asyncio.AbstractEventLoop:

@@ -49,19 +49,25 @@ class WeightSource(Struct, frozen=True):
 
     incarnation: Incarnation
     address: str
-    version: Version | None = None
-    """Newest complete version of the source, as far as it is known; None if it has none. The source may also have an
-    older version, or be receiving a newer version. A further member of the trainer reports none, but may have a part
-    of a version."""
+    versions: tuple[Version, ...] = ()
+    """Complete versions of the source when it last completed one, as far as they are known. The source may be receiving
+    a newer version by now, and have evicted an older one. A further member of the trainer reports none, but may have a
+    part of a version."""
 
 
 def select_sources(
-    me: ReplicaId, all_sources: Sequence[WeightSource], version: Version, chain: int, direct: bool = False
+    me: ReplicaId,
+    all_sources: Sequence[WeightSource],
+    version: Version,
+    chain: int,
+    direct: bool = False,
+    base: Version | None = None,
 ) -> tuple[WeightSource, ...]:
     """Return the sources from which ``me`` requests ``version``, in the order in which they are tried.
 
-    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version (each receiver
-    begins with a different one of them); the receivers further up the chain of ``me``; the publisher.
+    The order is: the predecessor of ``me`` in its chain; the receivers that have the complete version, first those that
+    also have ``base`` (each receiver begins with a different one of them); the receivers further up the chain of
+    ``me``; the publisher.
 
     Args:
         me: The receiver, which need not be among the sources.
@@ -70,6 +76,7 @@ def select_sources(
         chain: Length of a chain.
         direct: Whether the publisher is tried first. This helps a receiver whose pulls were superseded several times,
             because the publisher keeps a version that is being read, unless an older one is being read too.
+        base: The complete version of ``me``; a source that has it too can send the changes only.
     """
     publishers = [source for source in all_sources if is_trainer(source.incarnation.replica)]
     receivers = {
@@ -80,21 +87,16 @@ def select_sources(
     order = sorted({*receivers, me}, key=natural_sort_key)
     own_index = order.index(me)
     upstream = [receivers[order[index]] for index in _upstream(own_index, chain)]
-    complete = [receivers[name] for name in order if name != me and _has_version(receivers[name], version)]
-    first = own_index % max(1, len(complete))
-    selected = [*upstream[:1], *complete[first:], *complete[:first], *upstream[1:], *publishers]
+    complete = [receivers[name] for name in order if name != me and version in receivers[name].versions]
+    selected = upstream[:1]
+    for has_base in (True, False):
+        alike = [source for source in complete if (base in source.versions) is has_base]
+        first = own_index % max(1, len(alike))
+        selected += [*alike[first:], *alike[:first]]
+    selected += [*upstream[1:], *publishers]
     if direct:
         selected = [*publishers, *selected]
     return tuple(dict.fromkeys(selected))
-
-
-def _has_version(source: WeightSource, version: Version) -> bool:
-    """Return whether a source has the version.
-
-    A source announces only its newest version. A source with a newer version counts too, since it keeps the previous
-    version until the next version arrives.
-    """
-    return source.version is not None and source.version >= version
 
 
 def _upstream(index: int, chain: int) -> list[int]:
@@ -321,7 +323,7 @@ class _Pull:
 
     async def _fetch_manifest(self) -> Manifest:
         while True:
-            source = await self._source(lambda one: one.version is not None or not _publishes(one))
+            source = await self._source(lambda one: bool(one.versions) or not _publishes(one))
             timeout = self._until_deadline(min(FIRST_CHUNK_TIMEOUT_S * self._timeout_factor, self._max_chunk_timeout))
             try:
                 manifest = await self._transport.manifest(

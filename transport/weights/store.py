@@ -283,6 +283,11 @@ class WeightStore:
         with self._lock:
             return self._complete.get(version)
 
+    def complete_versions(self) -> tuple[Version, ...]:
+        """Return the complete versions, the newest first."""
+        with self._lock:
+            return tuple(reversed(self._complete))
+
     def versions(self) -> tuple[Version, ...]:
         """Return all versions in memory, including the arriving version."""
         with self._lock:

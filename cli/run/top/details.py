@@ -18,7 +18,7 @@ from ....core.types import Finding, NodeName, Verdict, natural_sort_key
 from ....manager.model.queries import gang
 from ....manager.model.state import Node, Replica, State
 from ...views.formatting import VERDICT_COLOUR, grid, labelled
-from ...views.pace import percent
+from ...views.pace import delta_figures, percent
 from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
 from ...views.status import gpu_use_text, node_trouble
 from .widgets.list_table import SortKey, TableRow, by_number, by_text
@@ -124,7 +124,7 @@ def _replica_facts(state: State, replica: Replica, now: float) -> Iterator[tuple
     if clock is not None and clock.number == replica.incarnation_number:
         yield "time", _clock_text(clock.clock)
     if replica.weight_version is not None:
-        yield "weights", Text(f"of step {replica.weight_version.step}")
+        yield "weights", Text(" · ").join([Text(f"of step {replica.weight_version.step}"), *delta_figures([replica])])
     if replica.waits_for is not None:
         yield "waits for", Text(replica.waits_for)
     if replica.promoted_from is not None:

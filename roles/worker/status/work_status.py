@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ....core.phases import ClockReading, idle_cause, phase
 from ....core.run_spec import RunSpec
-from ....core.types import STORE, DataReport, Incarnation, ReplicaId, Version, replica_id
+from ....core.types import STORE, DataReport, Incarnation, ReplicaId, Version, WeightTraffic, replica_id
 from ....transport.messages import MAX_LOGGED_NAME_CHARS, MAX_LOGGED_NAMES, Heartbeat
 from . import external_waits
 from .clocks import PhaseClock
@@ -152,14 +152,16 @@ class WorkStatus:
         """Return the phase to report now, and the replica that this process waits for in this phase, or None."""
         return external_waits.reported_phase(self.phase[:2])
 
-    def heartbeat(self, incarnation: Incarnation, weights: Version | None = None) -> Heartbeat:
+    def heartbeat(
+        self, incarnation: Incarnation, weights: Version | None = None, traffic: WeightTraffic = WeightTraffic()
+    ) -> Heartbeat:
         """Return the heartbeat to send now; ``weights`` is the weight version that this process has got."""
         name, waits_for = self.reported_phase()
         blocked_by = STORE if self._store_calls else self.blocked_on or waits_for
         note = f"waits for {service}" if (service := external_waits.awaited_service()) else self.note
         fresh = time.monotonic() - self._data_reported_at < REPORT_HOLDS_S
         data = self._data_report if fresh else DataReport()
-        return Heartbeat(incarnation, name, self.done, blocked_by, note, data, weights)
+        return Heartbeat(incarnation, name, self.done, blocked_by, note, data, weights, traffic)
 
     def read_clock(self) -> ClockReading:
         """Return how this process has used its time until now."""

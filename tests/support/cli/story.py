@@ -26,6 +26,7 @@ from rrl.core.types import (
     Resources,
     Verdict,
     Version,
+    WeightTraffic,
 )
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, StopStep, Why
@@ -136,6 +137,11 @@ class Story:
             if self.recorded().is_current(self.incarnation(replica)):
                 self.record(ev.VersionAvailable(self.incarnation(replica), Version(step, 1)))
         return self
+
+    def pulls(self, replica: str, step: int, received: int, nbytes: int, fallbacks: int = 0) -> Story:
+        """Add a record of a replica's weights, with the bytes and fallbacks of all versions that it has received."""
+        of = self.incarnation(replica)
+        return self.record(ev.WeightsRecorded(((of, Version(step, 1)),), (WeightTraffic(received, nbytes, fallbacks),)))
 
     def clocks(self, replica: str, done: int = 0, **seconds: float) -> Story:
         """Add a report of one replica's clock; :meth:`reading` describes the arguments."""

@@ -67,6 +67,9 @@ class Manager(FirstManager):
                 await self._welcome(incoming.peer, incoming.message)
 
     async def _welcome(self, peer: bytes, hello: Hello) -> None:
+        known = self.current.peers.get(hello.incarnation.replica)
+        if known is not None and known.incarnation.number > hello.incarnation.number:
+            return  # an older incarnation that connects again, for example after a SIGCONT
         addresses = hello.weight_address, hello.rendezvous_address
         self._add(Peer(hello.incarnation, hello.listen_address, True, *addresses))
         rank = rank_of(hello.incarnation.replica)

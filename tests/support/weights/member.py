@@ -82,7 +82,7 @@ def announce(
     peers = {
         one.incarnation.replica: msg.Peer(one.incarnation, joined=True, weight_address=one.address) for one in sources
     }
-    holders = tuple(one.incarnation for one in sources if one.version == newest)
+    holders = tuple((one.versions, (one.incarnation,)) for one in sources if newest in one.versions)
     connection._weight_sources.on_newest_version(None if newest is None else NewestVersion(newest, holders))
     connection._update_peers(msg.Peers(1, number, peers))
 

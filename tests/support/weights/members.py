@@ -17,6 +17,7 @@ import msgspec
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights import orders as say
 from rrl.transport.weights.pull import WeightSource
+from rrl.transport.weights.store import MAX_VERSIONS
 
 TIMEOUT_S = 120.0
 """Deadline (s) of each operation of a member, which only a broken build reaches."""
@@ -69,8 +70,8 @@ class Member:
         """Pidfd for signals, because the pid may belong to another process after the member's end."""
         self.reports: list[say.Report] = []
         self.gone = False
-        self.version: Version | None = None
-        """Newest version that the member has reported as complete."""
+        self.versions: tuple[Version, ...] = ()
+        """Newest versions that the member reported as complete, the newest first; it may have evicted the second."""
         self.serving: say.Serving
         self._on = on
         self._news = asyncio.Event()
@@ -103,7 +104,7 @@ class Member:
 
     @property
     def source(self) -> WeightSource:
-        return WeightSource(self.incarnation, self.serving.address, self.version)
+        return WeightSource(self.incarnation, self.serving.address, self.versions)
 
     def send(self, command: say.Command) -> None:
         if not self.gone:
@@ -167,9 +168,9 @@ class Member:
                 report = decoder.decode(line)
                 self.reports.append(report)
                 if isinstance(report, say.Committed | say.Published):
-                    self.version = report.version
+                    self.versions = tuple(dict.fromkeys((report.version, *self.versions)))[:MAX_VERSIONS]
                 elif isinstance(report, say.Forgot):
-                    self.version = None
+                    self.versions = ()
                 self._news.set()
                 if self._on is not None:
                     self._on(self, report)

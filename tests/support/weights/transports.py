@@ -49,7 +49,7 @@ async def transport_for(kind: str, secret: bytes = SECRET) -> AsyncGenerator[Wei
 
 
 def weight_source(at: str, name: str = "trainer/0", version: Version | None = VERSION) -> WeightSource:
-    return WeightSource(Incarnation(ReplicaId(name), 1), at, version)
+    return WeightSource(Incarnation(ReplicaId(name), 1), at, () if version is None else (version,))
 
 
 @asynccontextmanager

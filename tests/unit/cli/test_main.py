@@ -218,7 +218,7 @@ def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFi
 
 
 def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    story = Story().works()
+    story = Story().works().pulls("rollout/0", 11, 1000, 1000).pulls("rollout/0", 12, 1250, 2000, fallbacks=3)
     counts = {"episodes_at_work": 2.0, "episodes_finished": 9.0, "episodes_dropped": 4.0, "turns": 18.0}
     story.record(StepCommitted(story.incarnation("trainer/0"), 13, counts)).written(root)
     assert main.run(["status", "--json"]) == 0
@@ -229,6 +229,7 @@ def test_status_as_json_has_the_sections_of_the_summary(root: Path, capsys: pyte
     assert shown["pace"]["seconds_per_step"] == 3
     assert shown["pace"]["seconds_left"] is None, "a forecast for a run without a manager"
     assert shown["pace"]["weights_lag_steps"] == 1
+    assert (shown["pace"]["weights_received_share"], shown["pace"]["delta_fallbacks"]) == (0.25, 3)
 
 
 def test_status_as_json_has_the_ettr_of_an_ended_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

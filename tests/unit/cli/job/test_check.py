@@ -109,6 +109,40 @@ def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys:
     assert "over tcp: the job requests tcp\n" in capsys.readouterr().out
 
 
+_LARGE_MODEL = "[model]\nhidden_size = 1024\nintermediate_size = 4096\nlayers = 8\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "nbytes"),
+    [
+        (_LARGE_MODEL, "", "392 MiB a version"),
+        (f'{_LARGE_MODEL}dtype = "bfloat16"\n', "", None),
+        (_LARGE_MODEL, "[transport]\ndelta = false\n", None),
+        (_LARGE_MODEL, '[roles.trainer]\ncommand = ["/bin/true"]\n', None),
+        ("", "", None),
+    ],
+)
+def test_check_shows_what_bfloat16_would_save_of_large_weights(
+    site: Site, capsys: pytest.CaptureFixture[str], model: str, extra: str, nbytes: str | None
+) -> None:
+    site.job.write_text(JOB.replace("[model.tokenizer]", f"{model}[model.tokenizer]") + extra)
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    shown = capsys.readouterr().out
+    hint = 'in float32; [model] dtype = "bfloat16" halves this, and deltas send 1 to 4 % of that'
+    assert (hint in shown) is (nbytes is not None)
+    assert nbytes is None or f"\n{nbytes} {hint}" in shown
+
+
+@pytest.mark.parametrize("value", ['"on"', '"true"', "1", "0.5", "[]"])
+def test_wrong_value_of_delta_is_refused_in_one_line(
+    site: Site, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    site.job.write_text(f"{JOB}[transport]\ndelta = {value}\n")
+    assert main.run(["check", "--no-task", str(site.job)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'transport.delta: must be "auto" or true or false, not {value}' in line
+
+
 def test_missing_weight_transport_is_reported_before_the_start(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,13 +502,13 @@ _LARGE = b'{"a": {"dtype": "BF16", "shape": [40000, 25000], "data_offsets": [0, 
             "learning_rate = 1.1e-4",
             ["learning_rate = 0.00011 probably destroys what a model has learned; write 0.0001 or less"],
         ),
-        (_LARGE, "learning_rate = 1e-5", []),
+        (_LARGE_MODEL, "learning_rate = 1e-5", []),
         (
             _LARGE,
             "learning_rate = 1.1e-5",
             ["learning_rate = 1.1e-05 probably destroys what a model of 1.0B weights has learned; write 1e-05 or less"],
         ),
-        (_LARGE, "warm_start_steps = 9", []),
+        (_LARGE_MODEL, "warm_start_steps = 9", []),
         (
             b"{}",
             "warm_start_steps = 9\nwarm_start_learning_rate = 1e-3",

@@ -201,3 +201,24 @@ def test_output_to_a_pipe_is_plain_lines_without_trailing_blanks(
     assert "\x1b" not in out
     assert re.search(r"^rollout/\d+ +#1  n3    dead", out, re.MULTILINE)
     assert not [line for line in out.splitlines() if line != line.rstrip() or len(line) > 80]
+
+
+def test_bytes_of_deltas_are_shown_for_the_newest_versions_of_current_rollouts(story: Story) -> None:
+    lag = "rollouts have those of the trainer"
+    story.pulls("rollout/0", 12, 1001, 1000).pulls("rollout/1", 12, 1001, 1000)
+    assert fact(story, "weights") == [lag], "the first version, which is always whole, is shown"
+    story.pulls("rollout/0", 12, 1021, 2000)
+    assert fact(story, "weights") == [f"{lag} · deltas of 2 % of the bytes"]
+    story.pulls("rollout/1", 12, 1071, 3000, fallbacks=1).pulls("rollout/0", 12, 1039, 3000, fallbacks=2)
+    assert fact(story, "weights") == [f"{lag} · deltas of 2.9 % of the bytes · 3 delta fallbacks"]
+    story.fences("rollout/1")
+    assert "deltas of 1.8 % of the bytes · 2 delta fallbacks" in fact(story, "weights")[0]
+    story.pulls("rollout/0", 12, 2040, 4000, fallbacks=2)
+    assert "deltas" not in fact(story, "weights")[0], "whole versions are shown as deltas"
+
+
+def test_received_weights_of_an_earlier_incarnation_do_not_count_for_the_next_one(story: Story) -> None:
+    story.pulls("rollout/0", 11, 1000, 1000).pulls("rollout/0", 12, 1020, 2000, fallbacks=1)
+    assert "1 delta fallback" in fact(story, "weights")[0]
+    story.recovers("rollout/0").pulls("rollout/0", 12, 1000, 1000)
+    assert "delta" not in fact(story, "weights")[0]

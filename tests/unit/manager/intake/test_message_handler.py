@@ -24,6 +24,7 @@ from rrl.core.types import (
     RaisedException,
     ReplicaId,
     Version,
+    WeightTraffic,
 )
 from rrl.health.detection.detect import Detection
 from rrl.manager.intake.message_handler import HANDLERS, OUTSIDE_SHOWN_AFTER_S
@@ -162,7 +163,38 @@ def test_later_weights_of_a_rollout_come_by_heartbeat_and_are_recorded_at_interv
     for weights in (first, second, second, third):
         hearing.handle(msg.Heartbeat(R1, "generate", 1, weights=weights))
     hearing.handle(msgspec.structs.replace(HELLO, phase="generate", weight_version=third))
-    assert hearing.events[before:] == [ev.WeightsRecorded(((R1, second),))], "the time of the next record has not come"
+    assert hearing.events[before:] == [ev.WeightsRecorded(((R1, second),), (WeightTraffic(),))], (
+        "the time of the next record has not come"
+    )
+
+
+def test_received_weights_are_recorded_with_versions_and_once_for_the_first_one(hearing: Handling) -> None:
+    first, second = Version(3, 1), Version(4, 1)
+    hearing.handle(WANTED, msgspec.structs.replace(HELLO, phase="generate", weight_version=first))
+    before = len(hearing.events)
+    reports = [(first, WeightTraffic()), *[(first, WeightTraffic(100, 100))] * 2, (first, WeightTraffic(110, 150))]
+    for weights, traffic in reports:
+        hearing.handle(msg.Heartbeat(R1, "generate", 1, weights=weights, traffic=traffic))
+    assert hearing.events[before:] == [ev.WeightsRecorded(((R1, first),), (WeightTraffic(100, 100),))]
+    hearing.next_manager()
+    hearing.handle(msgspec.structs.replace(HELLO, phase="generate"))
+    before = len(hearing.events)
+    hearing.handle(msg.Heartbeat(R1, "generate", 1, weights=second, traffic=WeightTraffic(102, 200, 1)))
+    assert hearing.events[before:] == [ev.WeightsRecorded(((R1, second),), (WeightTraffic(102, 200, 1),))]
+    replica = hearing.state.replica(R1.replica) if hearing.state else None
+    assert replica is not None
+    assert replica.traffic.since(replica.traffic_before) == WeightTraffic(2, 100, 1)
+
+
+def test_impossible_counters_of_received_weights_are_limited(hearing: Handling) -> None:
+    hearing.handle(WANTED, HELLO)
+    before = len(hearing.events)
+    wrong = WeightTraffic(-5, 2**64 - 1, -1)
+    hearing.handle(msg.Heartbeat(R1, "generate", 1, weights=Version(3, 1), traffic=wrong))
+    assert hearing.events[before:] == [
+        ev.PhaseEntered(R1, "generate"),
+        ev.WeightsRecorded(((R1, Version(3, 1)),), (WeightTraffic(0, 2**53, 0),)),
+    ]
 
 
 STRANGERS = (

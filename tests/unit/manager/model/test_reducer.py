@@ -29,6 +29,7 @@ from rrl.core.types import (
     ReplicaId,
     Verdict,
     Version,
+    WeightTraffic,
 )
 from rrl.health.detection.baselines import DurationStats, RoleBaseline
 from rrl.manager.model import events as ev
@@ -688,7 +689,11 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _incarnations),
     ev.VersionAvailable: st.builds(ev.VersionAvailable, _incarnations, _versions),
-    ev.WeightsRecorded: st.builds(ev.WeightsRecorded, st.lists(st.tuples(_incarnations, _versions)).map(tuple)),
+    ev.WeightsRecorded: st.builds(
+        ev.WeightsRecorded,
+        st.lists(st.tuples(_incarnations, _versions)).map(tuple),
+        st.lists(st.builds(WeightTraffic, st.integers(0, 9), st.integers(0, 9))).map(tuple),
+    ),
     ev.StepCommitted: st.builds(
         ev.StepCommitted, _incarnations, st.integers(0, 3), st.just({"reward": 0.5, "token_age_p50": 3.0}) | st.just({})
     ),

@@ -107,6 +107,17 @@ def test_weights_of_rollouts_are_compared_with_the_newest_step_committed_or_publ
     assert has("rollout/1", 12) == (1, 1), "a fenced rollout counts as one with weights"
 
 
+def test_received_weights_are_counted_over_all_incarnations_of_a_role() -> None:
+    story = works()
+    assert not any("weight_bytes" in name for name, _ in series(story))
+    story.pulls("rollout/0", 12, 1000, 1000).pulls("rollout/0", 13, 1020, 2000).pulls("rollout/1", 13, 1000, 1000)
+    story.recovers("rollout/0").pulls("rollout/0", 13, 1000, 1000, fallbacks=2)
+    story.pulls("rollout/0", 13, 0, 0), story.pulls("rollout/0", 13, 10, 10)  # a faulty process
+    found = series(story)
+    names = ("rrl_weight_bytes_received_total", "rrl_weight_bytes_total", "rrl_delta_fallbacks_total")
+    assert [value(found, name, role="rollout") for name in names] == [3030, 4010, 2]
+
+
 @pytest.mark.parametrize(
     ("story", "state"),
     [(Story("small", wide()), "waiting"), (works(), "running"), (works().ends(Outcome.FAILED, "x"), "failed")],
@@ -245,7 +256,7 @@ def test_metric_names_are_valid_in_prometheus() -> None:
 # ── alerts and dashboard ─────────────────────────────────────────────────────────────────────────────────────────────
 def known() -> set[str]:
     story = works().record(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
-    story.wait(1).recovers("rollout/0").clocks("trainer/0", train=9, wait_data=1)
+    story.wait(1).recovers("rollout/0").clocks("trainer/0", train=9, wait_data=1).pulls("rollout/1", 12, 9, 9)
     story.record(ev.StepCommitted(story.incarnation("trainer/0"), 13, STREAM))
     story.record(ev.EttrEstimated(0.9))
     return {name for name, _ in series(story)}

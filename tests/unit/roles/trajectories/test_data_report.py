@@ -41,7 +41,7 @@ def of_endpoint(folder: Path, **changed: object) -> Store:
 
 
 def published(store: Store) -> Store:
-    assert store.report_version(TRAINER, Version(0, TRAINER.number)) is None
+    assert store.report_versions(TRAINER, (Version(0, TRAINER.number),)) is None
     return store
 
 

@@ -783,9 +783,9 @@ async def test_answers_about_weight_versions_do_not_count_as_work_of_the_store(t
         script.send_request(0, FollowVersions(ROLLOUT, wait=DEADLINE))
         await script.until(lambda: server._followers.due < math.inf)
         version = Version(4, 1)
-        script.send_request(1, FollowVersions(TRAINER, version, version, wait=0.0))
+        script.send_request(1, FollowVersions(TRAINER, (version,), version, wait=0.0))
         await script.until(lambda: len(script.replies) == 2)
-        assert script.replies[0] == script.replies[1] == NewestVersion(version, (TRAINER,))
+        assert script.replies[0] == script.replies[1] == NewestVersion(version, (((version,), (TRAINER,)),))
     assert sum(served) == 0
 
 
@@ -793,7 +793,7 @@ async def test_rollout_gets_versions_once_the_manager_has_reported_it(tmp_path: 
     async with _serve(tmp_path) as (_, server, script):
         late, version = incarnation_of("rollout/7"), Version(4, 1)
         script.send_request(0, FollowVersions(late, wait=DEADLINE))
-        script.send_request(1, FollowVersions(TRAINER, version, version, wait=0.0))
+        script.send_request(1, FollowVersions(TRAINER, (version,), version, wait=0.0))
         await script.until(lambda: 1 in script.replies)
         assert 0 not in script.replies
         server.update_membership(frozenset((*ALL, late)))

@@ -265,7 +265,7 @@ def test_wait_reason_before_the_first_weights_names_the_call_that_is_missing(tmp
         "the trainer waits for answers, and the rollouts wait for its first weights: me.publish(step, tensors) has"
         " not been called; call it before the first batch"
     )
-    store.report_version(TRAINER, Version(0, TRAINER.number))
+    store.report_versions(TRAINER, (Version(0, TRAINER.number),))
     assert store.wait_reason(1) == f"the trainer waits for {BATCH} more of the {BATCH} groups of step 1"
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy
@@ -22,7 +22,7 @@ import pytest
 import rrl
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.phases import WAIT_EXTERNAL
-from rrl.core.types import Incarnation, ReplicaId, Version
+from rrl.core.types import Incarnation, ReplicaId, Version, WeightTraffic
 from rrl.roles import reward
 from rrl.roles.checkpoints.folders import DamagedCheckpoint
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Score, Scoring
@@ -714,6 +714,10 @@ async def publishing(scene: Scene, *rollouts: Incarnation) -> AsyncIterator[tupl
             await role.end()
 
 
+def _is_of_trainer(message: object) -> TypeGuard[Heartbeat]:
+    return isinstance(message, Heartbeat) and message.incarnation == crew.TRAINER
+
+
 def _is_of(incarnation: Incarnation, goodbye: Goodbye) -> bool:
     return goodbye.incarnation == incarnation
 
@@ -724,8 +728,9 @@ async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
         await manager.send(replica, manager.current)
 
 
-async def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -> None:
-    store = scene.open_store()
+async def test_rollouts_receive_each_version_without_the_manager(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, traffic = scene.open_store(), WeightTraffic(3, 4, 1)
+    monkeypatch.setattr(connection.ManagerConnection, "traffic", traffic)
     async with scene.serve(store) as endpoint:
         async with publishing(scene, crew.ROLLOUT, crew.OTHER) as (manager, publisher, receivers):
             await _store_is(manager, endpoint)
@@ -734,7 +739,11 @@ async def test_rollouts_receive_each_version_without_the_manager(scene: Scene) -
                 for receiver in receivers:
                     await eventually(partial(receiver.has, step), f"version {step}")
             newest = Version(3, 1)
-            await manager.wait_for(Heartbeat, lambda one: (one.incarnation, one.weights) == (crew.OTHER, newest))
+            reported_last = await manager.wait_for(
+                Heartbeat, lambda one: (one.incarnation, one.weights) == (crew.OTHER, newest)
+            )
+            assert reported_last.traffic == traffic
+            assert all(one.traffic == WeightTraffic() for one in manager.received if _is_of_trainer(one))
             reported = [one for one in manager.received if isinstance(one, VersionAvailable)]
             assert [one.version.step for one in reported if one.incarnation == crew.TRAINER] == [1, 2, 3]
             assert sum(one.incarnation == crew.OTHER for one in reported) == 1, "only the first of a rollout"
@@ -757,7 +766,7 @@ async def test_restarted_store_receives_the_newest_version_again(scene: Scene) -
             await _store_is(manager, endpoint, epoch=2)
             named = await eventually(lambda: store.newest_version)
             assert named.version == Version(1, 1)
-            await eventually(lambda: store.newest_version and len(store.newest_version.sources) == 2)
+            await eventually(lambda: store.newest_version and len(store.newest_version.sources[0][1]) == 2)
     store.close()
 
 
@@ -770,7 +779,7 @@ async def test_rollout_pulls_from_another_one_if_the_trainer_died_early(scene: S
     relay, late = scene.worker(crew.ROLLOUT), Receiver(me := scene.worker(crew.OTHER))
     over = threading.Event()
     async with scene.manager_and(store) as manager:
-        assert store.report_version(crew.TRAINER, Version(7, 1)) is None
+        assert store.report_versions(crew.TRAINER, (Version(7, 1),)) is None
         relay._connection.weights.offer(
             held.manifest, held.flat
         )  # the version that this rollout had pulled before the trainer died

@@ -13,11 +13,11 @@ from rrl.core.types import Incarnation, ReplicaId, Version, natural_sort_key
 from rrl.transport.weights.pull import WeightSource, select_sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
-PUBLISHER = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)
+PUBLISHER = WeightSource(Incarnation(ReplicaId("trainer/0"), 1), "tcp://t:1", (NEW,))
 
 
-def rollout(index: int, version: Version | None = OLD) -> WeightSource:
-    return WeightSource(Incarnation(ReplicaId(f"rollout/{index}"), 1), f"tcp://r{index}:1", version)
+def rollout(index: int, *versions: Version) -> WeightSource:
+    return WeightSource(Incarnation(ReplicaId(f"rollout/{index}"), 1), f"tcp://r{index}:1", versions or (OLD,))
 
 
 def rollouts(count: int, complete: Sequence[int] = ()) -> list[WeightSource]:
@@ -80,9 +80,28 @@ def test_receivers_begin_at_different_holders() -> None:
     assert len({requested_sources(index, holders)[1] for index in (1, 2, 3, 4)}) == 4
 
 
-def test_holder_of_a_newer_version_is_requested_for_its_older_one() -> None:
-    holders = [rollout(0, OLD), rollout(1, Version(8, 1)), rollout(2, OLD)]
+def test_holder_of_a_newer_version_is_requested_for_its_older_one_if_it_has_that() -> None:
+    newer = Version(8, 1)
+    holders = [rollout(0), rollout(1, newer, NEW), rollout(2), rollout(3, newer)]
     assert requested_sources(0, holders) == names(1)
+
+
+def test_holders_that_also_have_the_base_of_the_receiver_come_first_and_are_shared_equally() -> None:
+    """A holder without the base can send whole chunks only, however new it is."""
+    holders = [
+        PUBLISHER,
+        rollout(0),
+        *(rollout(index, NEW) for index in range(1, 5)),
+        *(rollout(i, NEW, OLD) for i in (5, 6)),
+    ]
+    plans = [
+        [one.incarnation.replica for one in select_sources(ReplicaId(f"rollout/{me}"), holders, NEW, 8, base=OLD)]
+        for me in (0, 7)
+    ]
+    assert plans[0] == [*names(5, 6, 1, 2, 3, 4), "trainer/0"]
+    assert plans[1] == [*names(6, 5, 4, 1, 2, 3, 0), "trainer/0"]
+    other = select_sources(ReplicaId("rollout/0"), holders, NEW, 8, base=Version(5, 1))
+    assert [one.incarnation.replica for one in other] == [*names(1, 2, 3, 4, 5, 6), "trainer/0"]
 
 
 def test_without_a_publisher_complete_holders_are_requested_first() -> None:

@@ -161,6 +161,7 @@ def test_at_most_two_versions_are_in_memory_the_arriving_one_included(store: Wei
     for version in (V1, V2, V3):
         store.offer(*made(version))
     assert store.versions() == (V2, V3)
+    assert store.complete_versions() == (V3, V2)
     store.begin(made(Version(4, 1))[0])
     assert store.versions() == (V3, Version(4, 1))
     store.offer(*made(Version(5, 1)))

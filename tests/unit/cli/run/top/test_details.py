@@ -38,6 +38,14 @@ def test_replica_shows_how_its_newest_incarnation_has_spent_its_time() -> None:
     assert "generate" not in replica_text(story, "rollout/0"), "the time of the previous incarnation is shown"
 
 
+def test_replica_shows_what_it_has_received_of_its_newest_weights() -> None:
+    story = allowing().pulls("rollout/1", 11, 1000, 1000).pulls("rollout/1", 12, 1004, 2000, fallbacks=1)
+    assert "weights     of step 12 · deltas of 0.4 % of the bytes · 1 delta fallback" in replica_text(
+        story, "rollout/1"
+    )
+    assert "deltas" not in replica_text(story, "rollout/0")
+
+
 def test_replica_shows_the_gpus_of_its_node() -> None:
     story = allowing().record(ev.GpuUseRecorded({NodeName("n4"): GpuUse(4, 0.93, 61 * 2**30, 80 * 2**30)}))
     job = story.job

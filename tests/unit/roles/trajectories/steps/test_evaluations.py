@@ -73,7 +73,7 @@ def opened_twice(folder: Path) -> Store:
 
 def publish(store: Store, step: int, trainer: Incarnation = TRAINER) -> None:
     """Report that the trainer serves the weights of a step."""
-    assert store.report_version(trainer, Version(step, trainer.number)) is None
+    assert store.report_versions(trainer, (Version(step, trainer.number),)) is None
 
 
 def is_evaluated(items: Sequence[Item]) -> bool:
