@@ -285,7 +285,7 @@ class ManagerConnection:
     @property
     def traffic(self) -> WeightTraffic:
         """What this process has received of all weight versions."""
-        return WeightTraffic()
+        return self.deltas.traffic
 
     @property
     def store(self) -> TrajectoryClient:
