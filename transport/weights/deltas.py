@@ -32,8 +32,11 @@ class Deltas:
         self._s_per_byte: dict[bool, float] = {}
         """Smoothed seconds per byte of a version; True: most of its chunks were made from deltas."""
         self._faster, self._pulls, self._pause = True, 0, _FIRST_PAUSE
+        self._received = 0
+        """Bytes that arrived for a version that is not complete yet."""
         self._wrong: set[str] = set()
         self.traffic = WeightTraffic()
+        """What has arrived of complete versions, with what arrived of incomplete versions before them."""
 
     @property
     def enabled(self) -> bool:
@@ -56,14 +59,15 @@ class Deltas:
 
     def on_received(self, nbytes: int) -> None:
         """Count bytes that arrived."""
-        self.traffic = replace(self.traffic, received=self.traffic.received + nbytes)
+        self._received += nbytes
 
     def on_pulled(self, nbytes: int, whole: int, changed: int, seconds: float) -> None:
         """Record that a version of ``nbytes`` bytes is complete.
 
         This pull took ``seconds``. It received ``whole`` bytes in whole chunks, and made ``changed`` bytes from deltas.
         """
-        self.traffic = replace(self.traffic, nbytes=self.traffic.nbytes + nbytes)
+        received, self._received = self.traffic.received + self._received, 0
+        self.traffic = replace(self.traffic, received=received, nbytes=self.traffic.nbytes + nbytes)
         if whole + changed:
             way, pace = changed > whole, seconds / (whole + changed)
             old = self._s_per_byte.get(way, pace)
@@ -74,4 +78,4 @@ class Deltas:
         self.traffic = replace(self.traffic, fallbacks=self.traffic.fallbacks + 1)
         if source not in self._wrong:
             self._wrong.add(source)
-            _log.warning("a delta from %s results in wrong bytes: whole chunks are requested instead", source)
+            _log.warning("a delta of %s results in wrong bytes: whole chunks are requested instead", source)

@@ -43,7 +43,7 @@ _NO_BASE = bytes(16)
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
 _STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY, _STATUS_DELTA, _STATUS_NO_BASE = 0, 1, 2, 3, 4
 _MAX_MANIFEST_BYTES = 64 * 2**20
-"""Maximum size of a manifest or of a frame in bytes, which limits the memory that a peer can make this process allocate."""
+"""Maximum size of a manifest or frame in bytes, which limits the memory that a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
 """Timeout (s) for sending one reply. A client that does not accept the reply in time is disconnected, so that it cannot
 keep an evicted version in memory."""
@@ -145,7 +145,7 @@ class WeightServer:
             span = range(offset, offset + nbytes)
             body = await self._when_ready(connection, partial(self._store.read, version, span, connection), 0.0)
             if isinstance(body, memoryview) and base != _NO_BASE:
-                frame = await asyncio.to_thread(self._store.delta, version, offset, base, body)
+                frame = await asyncio.to_thread(self._store.frame, version, offset, base, body)
                 status, body = (_STATUS_OK, body) if frame is None else (_STATUS_DELTA, frame)
         else:
             return False

@@ -424,7 +424,7 @@ class _Pull:
             heapq.heappush(missing, index)
             if frame is not None:
                 self._uses_base = False
-                self._deltas.on_wrong(f"{source.incarnation} at {source.address}")
+                self._deltas.on_wrong(f"{source.incarnation} at {source.address}" if frame else "this process")
                 return
             self._corrupt[source.address] += 1
             self._quarantine(source, f"chunk {index} does not match its digest")

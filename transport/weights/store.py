@@ -126,6 +126,8 @@ class WeightStore:
         """This process's part of the awaited version; None if it has none to offer."""
         self._readers: dict[object, _Reader] = {}
         self._changes = Changes()
+        self._encoding = threading.Lock()
+        """Held while a frame is made, so that each frame is made once."""
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._spare: mmap.mmap | None = None
         """Memory of the version that was dropped last; None if there is none. The next version is stored in this
@@ -338,7 +340,7 @@ class WeightStore:
             return flat[span.start - start : span.stop - start]
 
     def knows_base(self, version: Version, offset: int, base: bytes) -> bool:
-        """Return whether :meth:`delta` knows the changes of a chunk from a base; True if the version is not here."""
+        """Return whether :meth:`frame` knows the changes of a chunk from a base; True if the version is not here."""
         with self._lock:
             if version not in self._complete and (self._arriving is None or self._arriving.manifest.version != version):
                 return True
@@ -348,7 +350,7 @@ class WeightStore:
                 return False
             return True
 
-    def delta(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
+    def frame(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
         """Return a chunk's frame (:mod:`.delta`) for a receiver that has ``base``; None if it is too large or unknown.
 
         Args:
@@ -357,18 +359,20 @@ class WeightStore:
             base: Digest of the base.
             chunk: The chunk, which :meth:`read` has returned.
         """
-        with self._lock:
-            try:
-                found = self._changes.since(base, version, offset)
-            except UnknownBase:
-                found = None
-            frame = self._changes.frame(base, version, offset)
-        if frame is None and found is not None:
-            frame = delta.encode(delta.union(found, len(chunk)), chunk)
+        with self._encoding:
+            with self._lock:
+                frame = self._changes.frame(base, version, offset)
+                try:
+                    changes = self._changes.since(base, version, offset) if frame is None else None
+                except UnknownBase:
+                    return None
             if frame is not None:
-                with self._lock:
-                    self._changes.keep_frame(base, version, offset, frame)
-        return frame
+                return frame
+            if changes is None or (frame := delta.encode(delta.union(changes, len(chunk)), chunk)) is None:
+                return None
+            with self._lock:
+                self._changes.keep_frame(base, version, offset, frame)
+            return frame
 
     def on_sent(self, reader: object) -> None:
         """Record that a reader has received all requested bytes."""

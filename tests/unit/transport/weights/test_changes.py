@@ -49,7 +49,7 @@ def frames(store: WeightStore, version: Version, base: memoryview) -> list[bytes
     held = store.get(version)
     assert held is not None
     return [
-        store.delta(version, chunk.offset, digest(bytes_of(chunk, base)), bytes_of(chunk, held.flat))
+        store.frame(version, chunk.offset, digest(bytes_of(chunk, base)), bytes_of(chunk, held.flat))
         for chunk in held.manifest.chunks
     ]
 
@@ -188,7 +188,7 @@ def test_each_part_of_a_version_is_sent_as_a_delta_by_its_rank() -> None:
                 assert store.knows_base(Version(2, 1), new.offset, old.digest), "another rank is asked, not told"
                 continue
             inside = slice(new.offset - place, new.offset - place + new.nbytes)
-            frame = store.delta(Version(2, 1), new.offset, old.digest, parts[rank][2][inside])
+            frame = store.frame(Version(2, 1), new.offset, old.digest, parts[rank][2][inside])
             assert frame is not None
             made = bytearray(new.nbytes)
             delta.apply(frame, parts[rank][0][inside], memoryview(made))
@@ -253,9 +253,9 @@ def test_chunk_that_arrives_gets_a_delta_as_soon_as_it_is_verified(store: Weight
     receive(store, manifests[0], flats[0])
     receive(store, manifests[1], flats[1], count=1)
     first, second = ((chunk.offset, chunk.digest) for chunk in manifests[0].chunks)
-    frame = store.delta(Version(1, 1), *first, store.read(Version(1, 1), range(CHUNK), "a"))
+    frame = store.frame(Version(1, 1), *first, store.read(Version(1, 1), range(CHUNK), "a"))
     assert frame is not None
-    assert store.delta(Version(1, 1), *second, flats[1][CHUNK:]) is None
+    assert store.frame(Version(1, 1), *second, flats[1][CHUNK:]) is None
 
 
 # ── receiving ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,7 +390,7 @@ def test_frames_are_right_while_versions_are_published_at_the_same_time(store: W
             assert held is not None
             step = held.manifest.version.step
             base = flats[choose.randint(max(0, step - 9), max(0, step - 1))]
-            frame = store.delta(held.manifest.version, 0, digest(base[:CHUNK]), held.flat[:CHUNK])
+            frame = store.frame(held.manifest.version, 0, digest(base[:CHUNK]), held.flat[:CHUNK])
             if frame is not None:
                 made = bytearray(CHUNK)
                 delta.apply(frame, base[:CHUNK], memoryview(made))

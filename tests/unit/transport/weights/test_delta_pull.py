@@ -292,7 +292,7 @@ class WrongDeltas(WeightStore):
         self._spoil = spoil
 
     def delta(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
-        frame = super().delta(version, offset, base, chunk)
+        frame = super().frame(version, offset, base, chunk)
         return None if frame is None else self._spoil(frame, len(chunk))
 
 
@@ -324,7 +324,7 @@ async def test_source_of_wrong_deltas_costs_whole_chunks_and_is_logged_once(
         assert mine.spy.failed == {}, "its whole chunks are right"
         warnings = [record.message for record in caplog.records]
         assert len(warnings) == 1
-        assert f"a delta from rollout/9#1 at {at} results in wrong bytes" in warnings[0]
+        assert f"a delta of rollout/9#1 at {at} results in wrong bytes" in warnings[0]
 
 
 async def test_receiver_of_wrong_deltas_passes_on_right_ones(kind: str) -> None:
