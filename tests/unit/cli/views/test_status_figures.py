@@ -220,5 +220,7 @@ def test_bytes_of_deltas_are_shown_for_the_newest_versions_of_current_rollouts(s
 def test_received_weights_of_an_earlier_incarnation_do_not_count_for_the_next_one(story: Story) -> None:
     story.pulls("rollout/0", 11, 1000, 1000).pulls("rollout/0", 12, 1020, 2000, fallbacks=1)
     assert "1 delta fallback" in fact(story, "weights")[0]
-    story.recovers("rollout/0").pulls("rollout/0", 12, 1000, 1000)
+    story.recovers("rollout/0")
+    assert "delta" not in fact(story, "weights")[0]
+    story.pulls("rollout/0", 12, 1000, 1000)
     assert "delta" not in fact(story, "weights")[0]

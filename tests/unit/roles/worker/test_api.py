@@ -743,6 +743,12 @@ async def test_rollouts_receive_each_version_without_the_manager(scene: Scene, m
                 Heartbeat, lambda one: (one.incarnation, one.weights) == (crew.OTHER, newest)
             )
             assert reported_last.traffic == traffic
+
+            def announces_both() -> bool:
+                groups = () if store.newest_version is None else store.newest_version.sources
+                return any(crew.OTHER in sources for held, sources in groups if held == (newest, Version(2, 1)))
+
+            await eventually(announces_both, "a rollout announces both of its versions")
             assert all(one.traffic == WeightTraffic() for one in manager.received if _is_of_trainer(one))
             reported = [one for one in manager.received if isinstance(one, VersionAvailable)]
             assert [one.version.step for one in reported if one.incarnation == crew.TRAINER] == [1, 2, 3]
