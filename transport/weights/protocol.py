@@ -43,7 +43,7 @@ _NO_BASE = bytes(16)
 _KIND_MANIFEST, _KIND_RANGE, _KIND_BYE = 1, 2, 3
 _STATUS_OK, _STATUS_UNAVAILABLE, _STATUS_NOT_READY, _STATUS_DELTA, _STATUS_NO_BASE = 0, 1, 2, 3, 4
 _MAX_MANIFEST_BYTES = 64 * 2**20
-"""Maximum size of a manifest or of a frame in bytes, which limits the memory that a peer can make this process allocate."""
+"""Maximum size of a manifest or frame in bytes, which limits the memory that a peer can make this process allocate."""
 _SEND_TIMEOUT_S = 30.0
 """Timeout (s) for sending one reply. A client that does not accept the reply in time is disconnected, so that it cannot
 keep an evicted version in memory."""
