@@ -82,6 +82,9 @@ class Manager(FirstManager):
         self._add(Peer(crew.incarnation_of(STORE.replica, epoch), endpoint, joined=True))
 
     def _add(self, peer: Peer) -> None:
+        known = self.current.peers.get(peer.incarnation.replica)
+        if known is not None and known.incarnation.number > peer.incarnation.number:
+            return  # a process that was stopped for more than 5 s connects again
         peers = {**self.current.peers, peer.incarnation.replica: peer}
         self.current = Peers(self.listener.epoch, self.current.seq + 1, peers)
 

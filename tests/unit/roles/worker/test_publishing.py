@@ -217,7 +217,8 @@ def publish_both(me: Worker, rollout: Rollout, publish: Callable[[Worker, int, m
         publish(me, step, flat)
         while rollout.held is None or rollout.held.manifest.version != Version(step, 1):
             time.sleep(0.01)
-    assert bytes(rollout.held.flat[-SIZE:]) == BOTH[1]
+    assert rollout.held is not None
+    assert rollout.held.flat[-SIZE:] == BOTH[1]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -290,7 +290,7 @@ def test_right_chunk_from_a_wrong_base_is_accepted(store: WeightStore) -> None:
 
 def corrupt(held: StoredVersion, place: int) -> None:
     """Flip a bit of a version in memory."""
-    memoryview(held.flat.obj).cast("B")[place] ^= 1  # type: ignore[arg-type]
+    memoryview(held.flat.obj).cast("B")[place] ^= 1
 
 
 def test_base_that_is_evicted_while_a_version_arrives_is_kept_until_it_is_complete(store: WeightStore) -> None:

@@ -15,6 +15,7 @@ from rrl.tests.support.weights.chain import Receiver, receiver
 from rrl.tests.support.weights.sparse import described, publish, publish_parts, versions
 from rrl.tests.support.weights.transports import CHUNK, CHUNKS, SIZE, TIMEOUT_S, calm, served, weight_source
 from rrl.transport.streams.connection import TransportError
+from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights import protocol
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import store as stores
@@ -212,9 +213,9 @@ async def test_relay_without_the_base_is_passed_over(kind: str, fate: str) -> No
         await pulls(mine, V1, at)
         if fate == "holds a part of the base":
             await pulls(relay, V0, at)
-            manifest = relay.store.begin(described(V1, flat(1))[0], deltas=True) and described(V1, flat(1))[0]
+            relay.store.begin(described(V1, flat(1))[0], deltas=True)
             relay.store.span(V1, 0)[:] = flat(1)[:CHUNK]
-            assert relay.store.accept(manifest.version, 0)
+            assert relay.store.accept(V1, 0)
         publisher(2, store=source)
         await pulls(relay, V2, at)
         assert await pulls(mine, V2, relay.source.address, at) < FEW * SIZE
@@ -271,7 +272,7 @@ async def test_corrupt_base_costs_whole_chunks_and_no_source(kind: str) -> None:
         held = mine.store.current()
         assert held is not None
         words = (flat(0)[place : place + 2] == flat(1)[place : place + 2] for place in range(5 * CHUNK, 6 * CHUNK, 2))
-        memoryview(held.flat.obj)[5 * CHUNK + 2 * list(words).index(True)] ^= 1  # type: ignore[arg-type]
+        memoryview(held.flat.obj)[5 * CHUNK + 2 * list(words).index(True)] ^= 1
         del held
         publisher(1, store=source)
         received = await pulls(mine, V1, at)
@@ -316,7 +317,7 @@ async def test_source_of_wrong_deltas_costs_whole_chunks_and_is_logged_once(
     source = publisher(0, store=WrongDeltas(SPOILED[how]))
     async with served(kind, source) as at, receiver(kind, 0) as mine:
         await pulls(mine, V0, at)
-        for step in (1, 2, 3):
+        for step in (1, 2):
             publisher(step, store=source)
             assert await pulls(mine, Version(step, 1), at) > SIZE
             assert has(mine, Version(step, 1))
@@ -444,7 +445,7 @@ async def test_pull_that_is_cancelled_between_a_delta_and_its_verification_conti
                 asyncio.run_coroutine_threadsafe(cancel(), loop).result(TIMEOUT_S)
             return made(data)
 
-        made = stores.digest
+        made = manifests.digest
         monkeypatch.setattr(stores, "digest", digest)
         mine.spy.came.clear()
         pulling.append(asyncio.create_task(pulls(mine, V1, at)))

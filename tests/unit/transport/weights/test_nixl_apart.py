@@ -18,6 +18,7 @@ from rrl.transport.weights.base import installed_package
 HERE = Path(__file__).parent
 MODULES = (
     "test_nixl.py",
+    "test_delta_pull.py",
     "test_parts.py",
     "test_pull.py",
     "test_seam.py",
@@ -27,14 +28,17 @@ MODULES = (
 )
 MAIN = (
     "test_nixl.py",
+    "test_delta_pull.py",
     "test_pull.py",
     "-k",
     "connection_abandoned or moment_of_an_abort or reader_killed or "
-    "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks",
+    "answered_later or deadlines_work or late_joiner or source_of_corrupt_chunks or "
+    "changed_values_arrive",
 )
 """Arguments that select tests of a few seconds.
 
-In them versions are read, corrupt chunks are refused, and aborted connections and dead peers leave nothing behind.
+In them versions and deltas are read, corrupt chunks are refused, and aborted connections and dead peers leave nothing
+behind.
 """
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 

@@ -18,7 +18,15 @@ from rrl.tests.support.weights.transports import KINDS, TRANSPORTS_ENV
 from rrl.transport.weights.base import installed_package
 
 HERE = Path(__file__).parent
-MODULES = ("test_ucx.py", "test_parts.py", "test_pull.py", "test_seam.py", "test_swarm.py", "test_torture.py")
+MODULES = (
+    "test_ucx.py",
+    "test_delta_pull.py",
+    "test_parts.py",
+    "test_pull.py",
+    "test_seam.py",
+    "test_swarm.py",
+    "test_torture.py",
+)
 STRANGERS = "../../../security/test_ports.py"
 WHOLE = ("test_ucx.py", "test_seam.py", "test_torture.py", "test_ports.py and ucx")
 """Tests that ``make test`` runs over UCX completely, for pytest's option ``-k``."""
@@ -31,8 +39,11 @@ REPRESENTATIVE = (
     "not_written_to_after_its_fetch_was_given_up",
     "chunks_pass_down_the_chain",
     "receiver_skips_a_dead_or_hung_neighbour",
+    "changed_values_arrive_instead_of_whole_chunks",
+    "source_of_wrong_deltas",
 )
-"""Parts of the names of other tests that ``make test`` runs over UCX: transfers, deaths, late joiners and relays."""
+"""Parts of the names of other tests that ``make test`` runs over UCX: transfers, deaths, late joiners, relays and
+deltas."""
 NAMESPACE = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--net")
 TIMEOUT_S, TORTURE_TIMEOUT_S = 280.0, 1800.0
 
