@@ -268,7 +268,6 @@ class WeightStore:
         with self._changing():
             if (stored := self._complete.pop(version, None)) is not None:
                 self._recycle(stored.flat)
-            self._changes.drop(version)
             if self._arriving is not None and self._arriving.manifest.version == version:
                 self._arriving = None
             if self._awaited == version:

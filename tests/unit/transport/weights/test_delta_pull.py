@@ -292,7 +292,7 @@ class WrongDeltas(WeightStore):
         super().__init__()
         self._spoil = spoil
 
-    def delta(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
+    def frame(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
         frame = super().frame(version, offset, base, chunk)
         return None if frame is None else self._spoil(frame, len(chunk))
 
@@ -343,7 +343,7 @@ async def test_receiver_of_wrong_deltas_passes_on_right_ones(kind: str) -> None:
 class WrongChunk(WeightStore):
     """A store that has no deltas, and of which one chunk is wrong."""
 
-    def delta(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
+    def frame(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
         return None
 
     def read(self, version: Version, span: range, reader: object) -> memoryview:

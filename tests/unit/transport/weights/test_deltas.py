@@ -128,4 +128,4 @@ def test_source_of_wrong_deltas_is_logged_once(caplog: pytest.LogCaptureFixture)
     deltas = Deltas()
     for source in ("a", "a", "b", "a", "b"):
         deltas.on_wrong(source)
-    assert [record.message.split(" results")[0] for record in caplog.records] == ["a delta from a", "a delta from b"]
+    assert [record.message.split(" results")[0] for record in caplog.records] == ["a delta of a", "a delta of b"]
