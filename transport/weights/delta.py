@@ -98,10 +98,10 @@ def _words(data: Buffer) -> NDArray[np.uint16]:
 
 def _gaps(positions: NDArray[np.intp]) -> bytes:
     gaps = np.diff(positions, prepend=-1) - 1
-    escapes = gaps // _ESCAPE
-    encoded = np.full(gaps.size + int(escapes.sum()), _ESCAPE, np.uint8)
-    encoded[np.cumsum(escapes + 1) - 1] = gaps % _ESCAPE
-    return encoded.tobytes()
+    far = np.flatnonzero(gaps >= _ESCAPE)
+    escapes = gaps[far] // _ESCAPE
+    gaps[far] %= _ESCAPE
+    return np.insert(gaps.astype(np.uint8), np.repeat(far, escapes), _ESCAPE).tobytes()
 
 
 def _positions(gaps: NDArray[np.uint8]) -> tuple[NDArray[np.int64], int]:
