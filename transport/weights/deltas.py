@@ -13,9 +13,8 @@ _SMOOTHING = 0.5
 """Weight of the newest pull in the smoothed duration of a byte."""
 _FIRST_PAUSE, _MAX_PAUSE = 2, 64
 """Minimum and maximum number of pulls by the faster way before the slower way is tried again. The number doubles with
-each attempt that was slower again."""
-_MAX_SLOWDOWN = 2.0
-"""Whole versions that took more than this multiple of the time are not tried again."""
+each attempt that was slower again. If whole versions take r times as long, they pause r² times as long, so that the
+attempts cost little. They are tried nevertheless, because the first version, which is always whole, may have waited."""
 
 _log = logging.getLogger("rrl.weights")
 
@@ -51,8 +50,7 @@ class Deltas:
         if faster != self._faster:
             self._faster, self._pulls, self._pause = faster, 0, _FIRST_PAUSE
         self._pulls += 1
-        is_near = self._s_per_byte[False] <= _MAX_SLOWDOWN * self._s_per_byte[True]
-        if self._pulls <= self._pause or not is_near:
+        if self._pulls * min(1.0, self._s_per_byte[True] / self._s_per_byte[False]) ** 2 <= self._pause:
             return faster
         self._pulls, self._pause = 0, min(2 * self._pause, _MAX_PAUSE)
         return not faster
