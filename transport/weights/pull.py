@@ -346,7 +346,12 @@ class _Pull:
         try:
             await _all([self._worker(manifest, missing, progress) for _ in range(min(window, len(missing)))])
         finally:
-            await asyncio.gather(*progress.checks)
+            checks = asyncio.gather(*progress.checks)
+            try:
+                await asyncio.shield(checks)
+            except asyncio.CancelledError:  # a thread cannot be cancelled, and writes to the store
+                await checks
+                raise
 
     async def _worker(self, manifest: Manifest, missing: list[int], progress: _SourceProgress) -> None:
         """Fetch one chunk after the other; each chunk is verified while the next chunk arrives."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import pytest
 
 from rrl.core.types import TRAINER, Version, member_id
-from rrl.tests.support.weights.chain import Receiver, receiver
+from rrl.tests.support.weights.chain import Receiver, receiver, until
 from rrl.tests.support.weights.sparse import described, publish, publish_parts, versions
 from rrl.tests.support.weights.transports import CHUNK, CHUNKS, SIZE, TIMEOUT_S, calm, served, weight_source
 from rrl.transport.streams.connection import TransportError
@@ -458,6 +459,41 @@ async def test_pull_that_is_cancelled_between_a_delta_and_its_verification_conti
         assert has(mine, V1)
         assert mine.spy.came == {at: len(left)}
         assert mine.deltas.traffic.fallbacks == 0
+
+
+async def test_pull_that_is_cancelled_after_its_source_failed_ends_when_no_thread_writes_a_chunk(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the thread would write to a chunk that the next pull has verified."""
+    monkeypatch.setattr(swarm, "_DIGEST_IN_THREAD_BYTES", 1)  # in threads
+    source, begun, go_on = publisher(0), threading.Event(), threading.Event()
+    async with served(kind, source) as at, receiver(kind, 0) as mine:
+        await pulls(mine, V0, at)
+        publisher(1, store=source)
+
+        def digest(data: memoryview) -> bytes:
+            begun.set()
+            assert go_on.wait(TIMEOUT_S)
+            return made(data)
+
+        def evict(_: str, count: int) -> None:
+            if count == CHUNKS + 1:
+                source.discard(V1)
+
+        made = manifests.digest
+        monkeypatch.setattr(stores, "digest", digest)
+        mine.spy.after = evict
+        pulling = asyncio.create_task(pulls(mine, V1, at))
+        await asyncio.to_thread(begun.wait, TIMEOUT_S)
+        await until(lambda: len(mine.spy.failed.get(at, ())) == swarm.CHUNKS_IN_FLIGHT)
+        await asyncio.sleep(0)
+        pulling.cancel()
+        ended, _ = await asyncio.wait([pulling], timeout=0.2)
+        go_on.set()
+        assert not ended
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        assert len(mine.store.begin(described(V1, flat(1))[0], deltas=True)) < CHUNKS
 
 
 async def test_version_that_replaces_a_half_received_one_is_made_from_the_complete_base(kind: str) -> None:
