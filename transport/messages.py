@@ -25,7 +25,7 @@ from ..core.types import (
     WeightTraffic,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of this protocol; messages of a peer with another version are dropped and counted."""
 
 
