@@ -596,12 +596,8 @@ class ManagerConnection:
         """Return the sources of ``version``, the publisher first if ``direct``; called again when a source failed."""
         if self._weight_sources.newest != version:
             raise Superseded(f"{version} is superseded")
-        me, sources, chain = (
-            self.launch.incarnation.replica,
-            self._weight_sources.sources(),
-            self._transport_settings.chain,
-        )
-        return select_sources(me, sources, version, chain, direct, self._held_version())
+        me, chain = self.launch.incarnation.replica, self._transport_settings.chain
+        return select_sources(me, self._weight_sources.sources(), version, chain, direct, self._held_version())
 
 
 def _open_loop(owner: object) -> asyncio.AbstractEventLoop:
