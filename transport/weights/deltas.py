@@ -14,8 +14,10 @@ _SMOOTHING = 0.5
 _FIRST_PAUSE, _MAX_PAUSE = 2, 64
 """Minimum and maximum number of pulls by the faster way before the slower way is tried again. The number doubles with
 each attempt that was slower again."""
-_MAX_SLOWDOWN = 2.0
-"""Whole versions that took more than this multiple of the time are not tried again."""
+_COLD_S_PER_BYTE = 1.5 / 2**30
+"""Seconds per byte by which the first version, which is whole, may take longer than later ones, mostly because memory
+is used for the first time (measured: up to 1 s per GiB). Whole versions that would be slower even without them are not
+tried again."""
 
 _log = logging.getLogger("rrl.weights")
 
@@ -51,7 +53,7 @@ class Deltas:
         if faster != self._faster:
             self._faster, self._pulls, self._pause = faster, 0, _FIRST_PAUSE
         self._pulls += 1
-        is_near = self._s_per_byte[False] <= _MAX_SLOWDOWN * self._s_per_byte[True]
+        is_near = self._s_per_byte[False] - _COLD_S_PER_BYTE <= self._s_per_byte[True]
         if self._pulls <= self._pause or not is_near:
             return faster
         self._pulls, self._pause = 0, min(2 * self._pause, _MAX_PAUSE)
