@@ -1,4 +1,4 @@
-"""A publisher and its receivers, each in a process of its own, which transfer the versions of a learning rate in turn."""
+"""A publisher and its receivers, each in a process of its own, which transfer one version after the other."""
 
 from __future__ import annotations
 

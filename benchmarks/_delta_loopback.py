@@ -22,6 +22,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy
 from msgspec import Struct, field
@@ -89,9 +90,9 @@ def measure_costs(results: Loopback, versions: Versions) -> None:
     """Add the costs of the pure functions with the versions of one learning rate, in this thread."""
     results.changed[versions.rate] = versions.changed_shares()
     costs = results.costs[versions.rate] = Costs()
-    flats = [memoryview(versions.words(index).view(numpy.uint8)) for index in range(len(versions.paths))]
+    flats = [versions.words(index).view(numpy.uint8) for index in range(len(versions.paths))]
     into = memoryview(bytearray(CHUNK_BYTES))
-    for old, new in zip(flats, flats[1:], strict=False):
+    for old, new in pairwise(flats):
         sums = Costs([0.0], [0.0], [0.0])
         for start in range(0, new.nbytes, CHUNK_BYTES):
             base, chunk = (bytearray(flat[start : start + CHUNK_BYTES]) for flat in (old, new))
@@ -140,8 +141,8 @@ def report(results: Loopback) -> dict[str, object]:
                 ]
             )
         name = rate.replace("-", "")
-        figures[f"bytes_share_{name}"] = round(series.share("auto", results.nbytes), 4)
-        figures[f"bytes_share_{name}_delta"] = round(series.share("delta", results.nbytes), 4)
+        figures[f"bytes_share_{name}"] = round(series.share("delta", results.nbytes), 4)
+        figures[f"bytes_share_{name}_auto"] = round(series.share("auto", results.nbytes), 4)
         figures[f"over_plain_time_{name}"] = spread(over["auto"])
         figures[f"over_plain_time_{name}_delta"] = spread(over["delta"])
         figures[f"publish_over_plain_{name}"] = round(_publish_s(series, "delta") / _publish_s(series, "plain"), 3)
@@ -165,8 +166,11 @@ def _publish_s(series: Series, arm: str) -> float:
 def _report_costs(results: Loopback) -> dict[str, object]:
     figures: dict[str, object] = {}
     rows = [
-        [rate, *(f"{statistics.mean(each):.2f}" for each in (costs.encode, costs.apply, costs.digest))]
-        + [f"{min(results.changed[rate]):.4f} to {max(results.changed[rate]):.4f}"]
+        [
+            rate,
+            *(f"{statistics.mean(each):.2f}" for each in (costs.encode, costs.apply, costs.digest)),
+            f"{min(results.changed[rate]):.4f} to {max(results.changed[rate]):.4f}",
+        ]
         for rate, costs in results.costs.items()
     ]
     if rows:

@@ -49,10 +49,7 @@ class Link(Struct, frozen=True):
     """The bar."""
 
 
-LINKS = (
-    Link("1gbit", "1gbit", 0.0, 10, 5.0),
-    Link("200mbit", "200mbit", 50.0, 4, 8.0),
-)
+LINKS = (Link("1gbit", "1gbit", 0.0, 10, 5.0), Link("200mbit", "200mbit", 50.0, 4, 8.0))
 
 
 class Nics(Struct):
@@ -152,7 +149,9 @@ def report(results: Nics) -> dict[str, object]:
             f"bytes_share_{link.name}_1e6": round(series.share("auto", results.nbytes), 4),
             f"nic_over_counted_{link.name}": round(statistics.mean(counters), 3),
         }
-    print(f"namespaces: versions of {results.nbytes / 2**20:.0f} MiB, two receivers in a chain; means from version 2 on")
+    print(
+        f"namespaces: versions of {results.nbytes / 2**20:.0f} MiB, two receivers in a chain; means from version 2 on"
+    )
     header = ["NICs", "plain s", "auto s", "speedup", "by version", "bar", "bytes, share", "NIC over counted"]
     print_table(header, rows)
     return figures

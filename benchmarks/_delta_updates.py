@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -45,7 +46,7 @@ class Versions(Struct, frozen=True):
     def changed_shares(self) -> list[float]:
         """Return for each version from the second on the share of its 2-byte words that differ from the previous."""
         words = [self.words(index) for index in range(len(self.paths))]
-        return [float(numpy.mean(new != old)) for old, new in zip(words, words[1:], strict=False)]
+        return [float(numpy.mean(new != old)) for old, new in pairwise(words)]
 
 
 def make_versions(folder: Path, rate: str, count: int = VERSIONS) -> Versions:
@@ -70,7 +71,7 @@ def _train(folder: Path, rate: float) -> None:
     spec = ModelSpec(path=str(FOLDER.expanduser()), dtype="bfloat16")
     model = build_model(spec, vocabulary=1, seed=0)
     learner = Learner(model, TrainerSettings(learning_rate=rate), steps=_STEPS, temperature=1.0)
-    chance, vocabulary = random.Random(0), model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    chance, vocabulary = random.Random(0), model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(chance.randrange(vocabulary) for _ in range(count))
@@ -80,7 +81,7 @@ def _train(folder: Path, rate: float) -> None:
         sequence = torch.tensor(sequences)
         logits = model(sequence[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]
         chosen = torch.log_softmax(logits, -1).gather(-1, sequence[:, PROMPT_TOKENS:, None])
-        return chosen.squeeze(-1).tolist()  # type: ignore[no-any-return]
+        return chosen.squeeze(-1).tolist()
 
     for number in range(1, VERSIONS + 1):
         prompts = [tokens(PROMPT_TOKENS) for _ in range(TRAJECTORIES // GROUP_SIZE)]

@@ -191,9 +191,7 @@ class _Member:
                 self.report_to_driver(await asyncio.to_thread(self._publish, command))
             case Check():
                 held = self.store.current()
-                good = held is not None and await asyncio.to_thread(
-                    right, held, self._start.nbytes, command.file
-                )
+                good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes, command.file)
                 self.report_to_driver(Checked(held.manifest.version if held else None, good))
             case Forget():
                 self._link.receive(Peers(None, ()))

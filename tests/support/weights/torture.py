@@ -125,14 +125,7 @@ class _Torture:
         if name == TRAINER and number > 1 and not self._chance.randrange(_COLD_EVERY):
             number = (number // LINE + 1) * LINE
         self._members[name] = await Member.start(
-            self._nursery,
-            name,
-            NBYTES,
-            number=number,
-            check=True,
-            chunk_by=CHUNK_BY,
-            delta=True,
-            on=self._on_report,
+            self._nursery, name, NBYTES, number=number, check=True, chunk_by=CHUNK_BY, delta=True, on=self._on_report
         )
         self._announce()
 
