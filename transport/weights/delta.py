@@ -107,5 +107,5 @@ def _gaps(positions: NDArray[np.intp]) -> bytes:
 def _positions(gaps: NDArray[np.uint8]) -> tuple[NDArray[np.int64], int]:
     """Return the positions of the changed words, and the number of words that the gaps cover."""
     changed = gaps != _ESCAPE
-    ends = np.cumsum(gaps + changed.astype(np.int64))
+    ends = np.cumsum(gaps + changed, dtype=np.int64)  # a changed word adds at most 254 + 1, which fits a byte
     return ends[changed] - 1, int(ends[-1]) if ends.size else 0
