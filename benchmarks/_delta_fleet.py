@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from rrl.benchmarks._load import cpu_seconds
 from rrl.core.run_spec import DeltaSetting
 from rrl.core.types import TRAINER, Version, WeightTraffic
 from rrl.tests.support.weights import orders as say
@@ -27,6 +28,8 @@ class Transfer(Struct, frozen=True):
     """Seconds from the message about the version until the last receiver has verified the last byte."""
     publish_s: float
     """Seconds to publish the version."""
+    cpu_s: float
+    """CPU seconds of the publisher and all receivers together, without those to publish."""
     received: tuple[int, ...]
     """Bytes that each receiver got, with those of the protocol."""
     fallbacks: int
@@ -50,6 +53,10 @@ class Series(Struct):
     def share(self, arm: str, nbytes: int) -> float:
         """Return the mean share of a version's bytes that a receiver got."""
         return statistics.mean(each / nbytes for made in self.later(arm) for one in made for each in one.received)
+
+    def cpu_s(self, arm: str) -> float:
+        """Return the mean CPU time (s) of a transfer."""
+        return statistics.mean(one.cpu_s for made in self.later(arm) for one in made)
 
     @property
     def wrong_copies(self) -> int:
@@ -90,19 +97,24 @@ class Fleet:
         version = Version(self._step, 1)
         published = await self._source.request(say.Publish(version, file=str(file)), say.Published)
         peers = say.Peers(version, (self._source.source, *(each.source for each in self._receivers)))
-        began = time.monotonic()
+        cpu_before, began = self._cpu_s(), time.monotonic()
         for receiver in self._receivers:
             receiver.send(peers)
         committed = [await receiver.committed(version) for receiver in self._receivers]
+        cpu_s = self._cpu_s() - cpu_before
         checked = [await receiver.request(say.Check(str(file)), say.Checked) for receiver in self._receivers]
         before, self._traffic = self._traffic, [each.traffic for each in committed]
         return Transfer(
             max(each.at for each in committed) - began,
             published.seconds,
+            cpu_s,
             tuple(new.received - old.received for old, new in zip(before, self._traffic, strict=True)),
             sum(new.fallbacks - old.fallbacks for old, new in zip(before, self._traffic, strict=True)),
             sum(not each.is_correct or each.version != version for each in checked),
         )
+
+    def _cpu_s(self) -> float:
+        return cpu_seconds(member.pid for member in (self._source, *self._receivers))
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in (self._source, *self._receivers)))

@@ -137,6 +137,7 @@ def report(results: Loopback) -> dict[str, object]:
                     f"{seconds:.3f}",
                     f"{statistics.median(over[arm]):.3f}",
                     f"{min(over[arm]):.3f} to {max(over[arm]):.3f}",
+                    f"{series.cpu_s(arm):.2f}",
                     f"{publish:.3f}",
                 ]
             )
@@ -148,7 +149,9 @@ def report(results: Loopback) -> dict[str, object]:
         figures[f"publish_over_plain_{name}"] = round(_publish_s(series, "delta") / _publish_s(series, "plain"), 3)
     if rows:
         print(f"loopback: versions of {results.nbytes / 2**20:.0f} MiB, one receiver; means of versions 2 to 10")
-        print_table(["", "bytes, share", "pull s", "over plain", "range over rounds", "publish s (median)"], rows)
+        print_table(
+            ["", "bytes, share", "pull s", "over plain", "range over rounds", "CPU s", "publish s (median)"], rows
+        )
         medians = {rate: statistics.median(series.over_plain_time("auto")) for rate, series in results.series.items()}
         worst = max(medians, key=lambda rate: medians[rate])
         figures["worst_over_plain_time"] = round(medians[worst], 4)

@@ -18,7 +18,7 @@ NBYTES = 1000
 
 
 def _transfers(first: tuple[float, int], later: tuple[float, int], count: int = 3) -> list[Transfer]:
-    return [Transfer(seconds, 0.5, (got,), 0, 0) for seconds, got in (first, *[later] * (count - 1))]
+    return [Transfer(seconds, 0.5, 0.1, (got,), 0, 0) for seconds, got in (first, *[later] * (count - 1))]
 
 
 def test_figures_are_means_of_the_later_versions_and_the_worst_learning_rate() -> None:
@@ -39,9 +39,11 @@ def test_speedup_compares_the_means_of_the_later_versions_though_fewer_are_sent_
     for link in LINKS:
         series = results.series[link.name] = Series()
         series.rounds["auto"].append(_transfers((12.0, NBYTES), (2.0, 20), 10))
+        series.rounds["delta"].append(_transfers((12.0, NBYTES), (1.5, 20), 10))
         series.rounds["plain"].append(_transfers((99.0, NBYTES), (12.0, NBYTES), 4))
         results.over_counters[link.name] = [1.0, 1.1]
     figures = _delta_namespaces.report(results)
+    assert figures["speedup_1gbit_1e6_delta"] == 8.0
     assert (figures["speedup_1gbit_1e6"], figures["bytes_share_200mbit_1e6"]) == (6.0, 0.02)
 
 
