@@ -3,9 +3,9 @@
 A trainer and two receivers, which form one chain, are on three nodes: network namespaces, each with a NIC that sends
 and receives 1 Gbit/s, or 200 Mbit/s with a round trip of 50 ms between any two nodes (25 ms one way). The versions are
 those of the learning rate 1e-6 (:mod:`_delta_updates`). The arms ``auto`` (the default of ``[transport] delta``),
-``delta`` (true) and ``plain`` (false) take turns in each version, and have processes of their own. The measured time begins when the
-receivers get the message about a published version, and ends when the last receiver has verified the last byte. Every
-byte is compared after that.
+``delta`` (true) and ``plain`` (false) take turns in each version, and have processes of their own. The measured time
+begins when the receivers get the message about a published version, and ends when the last receiver has verified the
+last byte. Every byte is compared after that.
 
 The speedup is the mean time of a version with ``plain`` over that with ``auto``, from version 2 on: versions 2 to 10,
 and with 200 Mbit/s for ``plain`` only versions 2 to 4, which take 11 s each. Its range is that of the single versions
@@ -156,8 +156,6 @@ def report(results: Nics) -> dict[str, object]:
             f"cpu_s_{link.name}": {arm: round(series.cpu_s(arm), 2) for arm in ARMS},
             f"nic_over_counted_{link.name}": round(statistics.mean(results.over_counters[link.name][1:]), 3),
         }
-    print(
-        f"namespaces: versions of {results.nbytes / 2**20:.0f} MiB, a chain of two receivers; means without the first"
-    )
+    print(f"namespaces: {results.nbytes / 2**20:.0f} MiB, two receivers in a chain; means without the first")
     print_table(["NICs, arm", "s", "speedup", "by version", "bar", "bytes, share", "CPU s"], rows)
     return figures
