@@ -51,11 +51,9 @@ class Changes:
     def begin(self, base: Manifest, version: Version) -> None:
         """Begin to keep the changes from ``base`` to ``version``."""
         self.drop(version)
-        self._frames, self._frame_bytes_left = {}, MAX_SHARE * base.nbytes
-        while (
-            len(self._steps) >= MAX_VERSIONS
-            or sum(step.nbytes for step in self._steps.values()) > self._frame_bytes_left
-        ):
+        limit = MAX_SHARE * base.nbytes
+        self._frames, self._frame_bytes_left = {}, limit
+        while len(self._steps) >= MAX_VERSIONS or sum(step.nbytes for step in self._steps.values()) > limit:
             del self._steps[next(iter(self._steps))]
         self._steps[version] = _Step(base.version, {chunk.offset: chunk.digest for chunk in base.chunks}, {})
 
