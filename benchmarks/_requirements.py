@@ -38,6 +38,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
     "code_lines": (),
+    "delta": (Need.TORCH, Need.SMOLLM2, Need.UCX),
     "detection": (),
     "dispatch": (Need.TORCH,),
     "ettr": (Need.TORCH, Need.SLURM),
@@ -60,6 +61,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
 PARTS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.VLLM, Need.SMOLLM2),
+    "delta": (Need.NAMESPACES,),
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
     "slurm_reads": (Need.PYSLURM,),
@@ -68,6 +70,8 @@ PARTS: Mapping[str, tuple[Need, ...]] = {
 }
 """Needs of only a part of a benchmark. If such a need is not met, the benchmark leaves out this part."""
 ALTERNATIVES: Mapping[tuple[str, Need], str] = {
+    ("delta", Need.SMOLLM2): "--part faults",
+    ("delta", Need.UCX): "--part updates --part loopback --part namespaces",
     ("manager_away", Need.SLURM): "--cluster local",
     ("restart", Need.SLURM): "--cluster local",
     ("takeover", Need.SLURM): "--cluster local",

@@ -23,9 +23,9 @@ import msgspec
 from msgspec import Struct
 
 from rrl.core.types import Version
-from rrl.tests.support.weights.member import die_with_parent, right_bytes, seed_of
+from rrl.tests.support.weights.member import die_with_parent, right_bytes
 from rrl.tests.support.weights.members import TIMEOUT_S
-from rrl.tests.support.weights.source import content
+from rrl.tests.support.weights.sparse_content import sparse_content
 from rrl.transport.weights.manifest import CHUNK_BYTES, digest, digest_threads
 from rrl.transport.weights.store import fresh_memory
 
@@ -191,7 +191,7 @@ def _main(control: socket.socket, rank: int, world: int, master: str, port: int,
         if isinstance(command, FillBuffer):
             del flat
             filled, flat = command, fresh_memory(command.nbytes)
-            flat[:] = content(command.nbytes, seed_of(command.version)) if rank == 0 else bytes(command.nbytes)
+            flat[:] = sparse_content(command.version, command.nbytes) if rank == 0 else bytes(command.nbytes)
             send(Ready())
         else:
             send(_broadcast(dist, torch, flat, filled, groups[command.receivers], rank, command.beside))

@@ -122,7 +122,7 @@ async def measure(kind: str, nbytes: int, repeats: int) -> Nics:
         netns.remove(network)
 
 
-def _inside(network: netns.Network, node: str) -> tuple[str, ...]:
+def in_namespace(network: netns.Network, node: str) -> tuple[str, ...]:
     """Return the beginning of a command line that runs a program in the namespace of a node.
 
     :func:`netns.inside` is not used. UCX finds its devices in /sys, so the program needs the /sys of the namespace.
@@ -140,7 +140,7 @@ class _Fleet:
 
     @classmethod
     async def made(cls, network: netns.Network, kind: str, nbytes: int) -> _Fleet:
-        nurseries = [await asyncio.to_thread(Nursery, kind, _inside(network, node)) for node in NODES]
+        nurseries = [await asyncio.to_thread(Nursery, kind, in_namespace(network, node)) for node in NODES]
         self = cls(network, nbytes, nurseries)
         self._source = await self._start(0)
         self._receivers = [await self._start(place) for place in range(1, len(NODES))]
@@ -246,7 +246,7 @@ class _Fleet:
 
     # ── gloo ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _gloo(self, timeout: float) -> Gloo:
-        insides = [_inside(self._network, node) for node in NODES]
+        insides = [in_namespace(self._network, node) for node in NODES]
         return await Gloo.start(insides, self._network.address(NODES[0]), "eth0", timeout)
 
     async def _broadcast(self, gloo: Gloo, turn: int) -> None:

@@ -23,6 +23,7 @@ MAX_SMALL_MODULES = 8
 REPEATED_NAMES = {
     "admission": "of a node: how the manager handles a Hello, and what the agent checks before it sends a Hello",
     "base": "the protocol of a package of interchangeable parts",
+    "changes": "what a user changes in a run from rrl top, and what changes from one weight version to the next",
     "check": "rrl check of a job, rrl health check of a node",
     "client": "the side of a package that sends requests to its server or supervisor",
     "command": "rrl doctor, rrl logs: the command itself in a package of its parts",

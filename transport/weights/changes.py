@@ -45,14 +45,15 @@ class Changes:
         """By the version after the changes, oldest first."""
         self._frames: dict[tuple[Version, int, bytes], bytes] = {}
         """Frames made since the newest version was begun, by version, offset and digest of the base."""
-        self._room = 0.0
+        self._frame_bytes_left = 0.0
         """Bytes that further frames may have."""
 
     def begin(self, base: Manifest, version: Version) -> None:
         """Begin to keep the changes from ``base`` to ``version``."""
         self.drop(version)
-        self._frames, self._room = {}, MAX_SHARE * base.nbytes
-        while len(self._steps) >= MAX_VERSIONS or sum(step.nbytes for step in self._steps.values()) > self._room:
+        limit = MAX_SHARE * base.nbytes
+        self._frames, self._frame_bytes_left = {}, limit
+        while len(self._steps) >= MAX_VERSIONS or sum(step.nbytes for step in self._steps.values()) > limit:
             del self._steps[next(iter(self._steps))]
         self._steps[version] = _Step(base.version, {chunk.offset: chunk.digest for chunk in base.chunks}, {})
 
@@ -87,6 +88,6 @@ class Changes:
 
     def keep_frame(self, base: bytes, version: Version, offset: int, frame: bytes) -> None:
         """Keep a frame for further receivers, unless the frames would become too large."""
-        if version in self._steps and len(frame) <= self._room:
+        if version in self._steps and len(frame) <= self._frame_bytes_left:
             self._frames[version, offset, base] = frame
-            self._room -= len(frame)
+            self._frame_bytes_left -= len(frame)

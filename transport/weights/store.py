@@ -232,7 +232,7 @@ class WeightStore:
                 gaps = delta.apply(frame, base.flat[span], into)
             except ValueError:
                 return False
-        if digest(into) != chunk.digest:
+        if digest(into, arriving.manifest.part_at(chunk.offset).hash) != chunk.digest:
             return False
         if base is not None and frame is None:
             gaps = delta.changed_words(base.flat[span], into)
@@ -268,6 +268,7 @@ class WeightStore:
         with self._changing():
             if (stored := self._complete.pop(version, None)) is not None:
                 self._recycle(stored.flat)
+            self._changes.drop(version)
             if self._arriving is not None and self._arriving.manifest.version == version:
                 self._arriving = None
             if self._awaited == version:

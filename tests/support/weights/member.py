@@ -6,7 +6,8 @@ version and its sources. ``python -m rrl.tests.support.weights.member FD KIND`` 
 once, and forks a member for each socket that it receives. So a restart costs as much as a role's restart after its
 imports. All members end with the process that started the nursery, even if they are stopped.
 
-The content of a version follows from its number, so every process can verify every byte.
+The content of a version follows from its number (:mod:`.sparse`) or is in a file, so every process can verify every
+byte.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -53,7 +55,7 @@ from rrl.tests.support.weights.orders import (
     Start,
     Usage,
 )
-from rrl.tests.support.weights.source import content
+from rrl.tests.support.weights.sparse_content import PERIOD, sparse_content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.base import WeightTransport
@@ -64,10 +66,6 @@ from rrl.transport.weights.select import open_transport
 from rrl.transport.weights.store import StoredVersion, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 
-SEEDS = 199
-"""Number of different contents. Any two of them differ in nearly every byte."""
-_PERIOD = 251
-"""Bytes after which content repeats (:func:`content`)."""
 _PIECE = 2**23
 """Bytes that are compared in one step."""
 _PR_SET_PDEATHSIG = 1
@@ -87,13 +85,20 @@ def announce(
     connection._update_peers(msg.Peers(1, number, peers))
 
 
-def seed_of(version: Version) -> int:
-    return (version.step * 7 + version.incarnation * 83) % SEEDS
+def right(held: StoredVersion, nbytes: int, file: str = "") -> bool:
+    """Return whether every byte of the version is right, or, with a file, whether the file has the same bytes."""
+    if not file:
+        return right_bytes(held.flat, held.manifest.version, nbytes)
+    contents = _mapped(file)
+    return len(contents) == len(held.flat) and all(
+        held.flat[start : start + _PIECE].tobytes() == contents[start : start + _PIECE]
+        for start in range(0, len(contents), _PIECE)
+    )
 
 
-def right(held: StoredVersion, nbytes: int) -> bool:
-    """Return whether every byte of the version is right."""
-    return right_bytes(held.flat, held.manifest.version, nbytes)
+def _mapped(file: str) -> memoryview:
+    with open(file, "rb") as opened:
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
@@ -101,9 +106,9 @@ def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
 
     Digests are not used, because they are under test.
     """
-    pattern = bytes(content(_PIECE + _PERIOD, seed_of(version)))
+    pattern = bytes(sparse_content(version, _PIECE + PERIOD))
     return flat.nbytes == nbytes and all(
-        flat[start : start + _PIECE].tobytes() == pattern[start % _PERIOD :][: min(_PIECE, nbytes - start)]
+        flat[start : start + _PIECE].tobytes() == pattern[start % PERIOD :][: min(_PIECE, nbytes - start)]
         for start in range(0, nbytes, _PIECE)
     )
 
@@ -138,7 +143,7 @@ class _Connection(ManagerConnection):
     ) -> None:
         launch = Launch("", "", start.incarnation, NodeName(""), (), {}, "", 0, virtual_node=True)
         keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
-        transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain)
+        transport = TransportSpec(chunk_deadline=start.chunk_by, chain=start.chain, delta=start.delta)
         super().__init__(launch, RunDir(Path()), keys, 1.0, transport, ROLE_TRAITS["rollout"])
         self._loop.close()  # as in a role, the event loop runs in a thread of its own
         self.weights = store
@@ -186,7 +191,7 @@ class _Member:
                 self.report_to_driver(await asyncio.to_thread(self._publish, command))
             case Check():
                 held = self.store.current()
-                good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes)
+                good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes, command.file)
                 self.report_to_driver(Checked(held.manifest.version if held else None, good))
             case Forget():
                 self._link.receive(Peers(None, ()))
@@ -212,18 +217,21 @@ class _Member:
     def _publish(self, command: Publish) -> Published:
         """Publish as :meth:`rrl.Worker.publish_each` does: from separate tensors into one buffer."""
         asked = time.monotonic()
-        whole = content(self._start.nbytes, seed_of(command.version))
+        whole = _mapped(command.file) if command.file else sparse_content(command.version, self._start.nbytes)
         ends = [whole.nbytes * i // command.tensors // 64 * 64 for i in range(command.tensors)] + [whole.nbytes]
         tensors = [(f"w{i}", "uint8", (b - a,), b - a) for i, (a, b) in enumerate(pairwise(ends))]
         began = time.monotonic()
-        flat = self.store.allocate(whole.nbytes)
-        with ManifestBuilder(command.version, tensors, flat, self._secret, command.chunk_bytes) as describing:
+        flat, current = self.store.allocate(whole.nbytes), self.store.current()
+        before = current.flat if current is not None and self._link.deltas.enabled else None
+        with ManifestBuilder(
+            command.version, tensors, flat, self._secret, command.chunk_bytes, before=before
+        ) as describing:
             for a, b in pairwise(ends):
                 for start in range(a, b, _PIECE):
                     flat[start : min(start + _PIECE, b)] = whole[start : min(start + _PIECE, b)]
                 describing.mark_filled(b)
             manifest = describing.sign()
-        self.store.offer(manifest, flat)
+        self.store.offer(manifest, flat, changes=describing.changes)
         return Published(command.version, began - asked, time.monotonic() - began)
 
     async def _dial(self, command: Dial) -> float:
@@ -235,7 +243,8 @@ class _Member:
     def _on_version(self, version: Version) -> None:
         held, at = self.store.current(), time.monotonic()
         assert held is not None
-        committed = Committed(version, self._announced_at.get(version, at), self.store.first.get(version, at), at, None)
+        announced_at, first = self._announced_at.get(version, at), self.store.first.get(version, at)
+        committed = Committed(version, announced_at, first, at, None, self._link.deltas.traffic)
         self._announced_at = {newer: at for newer, at in self._announced_at.items() if newer > version}
         telling = asyncio.create_task(self._report_committed(committed, held))
         self._report_task.add(telling)

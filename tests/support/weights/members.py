@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rrl.core.run_spec import DeltaSetting
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.tests.support.weights import orders as say
 from rrl.transport.weights.pull import WeightSource
@@ -90,6 +91,7 @@ class Member:
         check: bool = False,
         chunk_by: float = 10.0,
         chain: int = 8,
+        delta: DeltaSetting = False,
         on: Callable[[Member, say.Report], None] | None = None,
     ) -> Member:
         """Start a member and return it once it serves."""
@@ -98,7 +100,7 @@ class Member:
         self = cls(incarnation, pid, on)
         reader, self._writer = await asyncio.open_connection(sock=control, limit=say.MAX_LINE_BYTES)
         self._reading = asyncio.create_task(self._read(reader))
-        self.send(say.Start(incarnation, nursery.kind, host, SECRET.hex(), nbytes, check, chunk_by, chain))
+        self.send(say.Start(incarnation, nursery.kind, host, SECRET.hex(), nbytes, check, chunk_by, chain, delta))
         self.serving = await self.wait_for_report(say.Serving)
         return self
 

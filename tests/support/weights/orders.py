@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.core.types import Incarnation, Version
+from rrl.core.run_spec import DeltaSetting
+from rrl.core.types import Incarnation, Version, WeightTraffic
 from rrl.transport.weights.manifest import CHUNK_BYTES
 from rrl.transport.weights.pull import WeightSource
 
@@ -30,12 +31,16 @@ class Start(Struct, frozen=True, tag=True):
     """Value of ``[transport] chunk_deadline`` in s."""
     chain: int = 8
     """Value of ``[transport] chain``."""
+    delta: DeltaSetting = False
+    """Value of ``[transport] delta``."""
 
 
 class Publish(Struct, frozen=True, tag=True):
     version: Version
     tensors: int = 1
     chunk_bytes: int = CHUNK_BYTES
+    file: str = ""
+    """File with the bytes of the version; if empty, they are its :func:`.sparse.sparse_content`."""
 
 
 class Peers(Struct, frozen=True, tag=True):
@@ -46,7 +51,9 @@ class Peers(Struct, frozen=True, tag=True):
 
 
 class Check(Struct, frozen=True, tag=True):
-    """Command: compare every byte of the newest version."""
+    """Command: compare every byte of the newest version, with those of :attr:`Publish.file` if it is not empty."""
+
+    file: str = ""
 
 
 class Forget(Struct, frozen=True, tag=True):
@@ -102,6 +109,8 @@ class Committed(Struct, frozen=True, tag=True):
     at: float
     is_correct: bool | None
     """Whether every byte is right; None if the version was not compared (:class:`Check`)."""
+    traffic: WeightTraffic
+    """What the member has received until then."""
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -1,6 +1,8 @@
 """Transfers versions from a publisher to receivers while these processes are killed, stopped and restarted at random.
 
-Every receiver checks every byte of every version that it commits. One receiver is never killed, and the publisher is
+Every receiver checks every byte of every version that it commits. The versions differ from each other as real weights
+do (:mod:`.sparse`), and receivers request deltas. A restarted trainer goes on from a step up to three steps back, or
+begins anew with other weights. One receiver is never killed, and the publisher is
 killed only in the second half of the faults. So the growth of the memory of these two can be measured over many faults
 of other members.
 
@@ -19,9 +21,10 @@ from statistics import mean
 
 from msgspec import Struct, field, structs
 
-from rrl.core.types import TRAINER, Version
+from rrl.core.types import TRAINER, Incarnation, Version, WeightTraffic
 from rrl.tests.support.weights import orders as say
 from rrl.tests.support.weights.members import TIMEOUT_S, Member, Nursery
+from rrl.tests.support.weights.sparse_content import LINE
 from rrl.transport.weights.base import STARVATION_TIMEOUT_S
 from rrl.transport.weights.nixl import INLINE_BYTES
 
@@ -43,6 +46,11 @@ _LONG_EVERY = 6
 """One of this many freezes is long."""
 _NOTICED = (0.0, 0.2)
 """Range of the time (s) for which a dead member is still listed as a source, so that others send requests to it."""
+_COLD_EVERY = 4
+"""On average one of this many restarted trainers begins anew."""
+_MAX_STEPS_BACK = 3
+_DELTA_SHARE = 0.5
+"""Share of a version's bytes of which a receiver gets less if most chunks arrive as deltas."""
 _FAULT_KINDS = ("kill", "kill", "freeze", "freeze", "restart")
 _CHECK_EVERY_FAULTS = 40
 """Number of faults between two measurements of the processes' resources, for which all processes are idle."""
@@ -54,6 +62,10 @@ class Tally(Struct):
     faults: Counter[str] = field(default_factory=Counter)
     versions: int = 0
     commits: int = 0
+    deltas: int = 0
+    """Number of these commits for which the receiver got less than half of the bytes of the version."""
+    fallbacks: int = 0
+    """Number of deltas that did not result in the right bytes."""
     wrong: list[str] = field(default_factory=list)
     """Versions that were committed with wrong bytes."""
     failed: list[str] = field(default_factory=list)
@@ -84,6 +96,7 @@ class _Torture:
         self._members: dict[str, Member] = {}
         self._published: set[Version] = set()
         self._newest: Version | None = None
+        self._traffic: dict[Incarnation, WeightTraffic] = {}
         self._harming: dict[str, asyncio.Task[None]] = {}
         self._rest = asyncio.Lock()
         """A lock that is held during each publishing, and at times when no version may be published."""
@@ -108,15 +121,11 @@ class _Torture:
 
     # ── reports of a manager ───────────────────────────────────────────────────────────────────────────────────────
     async def _start(self, name: str) -> None:
-        old = self._members.get(name)
+        number = self._members[name].incarnation.number + 1 if name in self._members else 1
+        if name == TRAINER and number > 1 and not self._chance.randrange(_COLD_EVERY):
+            number = (number // LINE + 1) * LINE
         self._members[name] = await Member.start(
-            self._nursery,
-            name,
-            NBYTES,
-            number=old.incarnation.number + 1 if old else 1,
-            check=True,
-            chunk_by=CHUNK_BY,
-            on=self._on_report,
+            self._nursery, name, NBYTES, number=number, check=True, chunk_by=CHUNK_BY, delta=True, on=self._on_report
         )
         self._announce()
 
@@ -130,6 +139,10 @@ class _Torture:
         match report:
             case say.Committed():
                 self.tally.commits += 1
+                before = self._traffic.get(member.incarnation, WeightTraffic())
+                self._traffic[member.incarnation] = report.traffic
+                self.tally.deltas += report.traffic.received - before.received < _DELTA_SHARE * NBYTES
+                self.tally.fallbacks += report.traffic.fallbacks - before.fallbacks
                 if not report.is_correct or report.version not in self._published:
                     self.tally.wrong.append(f"{member.incarnation} committed {report}")
                 if member is self._members.get(member.incarnation.replica):
@@ -152,8 +165,7 @@ class _Torture:
 
     async def _publish(self) -> None:
         trainer = self._members[TRAINER]
-        step = self._newest.step + 1 if self._newest else 0
-        version = Version(step, trainer.incarnation.number)
+        version = Version(self._next_step(trainer.incarnation.number), trainer.incarnation.number)
         self._published.add(version)  # the trainer may be killed between the publishing and its report
         try:
             await trainer.request(say.Publish(version, 7, self._chunk_bytes), say.Published)
@@ -163,6 +175,13 @@ class _Torture:
         self.tally.versions += 1
         self._newest = version
         self._announce()
+
+    def _next_step(self, incarnation: int) -> int:
+        newest = self._newest
+        if newest is None or incarnation // LINE != newest.incarnation // LINE:
+            return 0
+        back = 0 if incarnation == newest.incarnation else self._chance.randint(0, _MAX_STEPS_BACK)
+        return max(0, newest.step + 1 - back)
 
     # ── fault ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _inject_faults(self, faults: int, names: list[str]) -> None:

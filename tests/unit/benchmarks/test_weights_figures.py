@@ -19,8 +19,7 @@ from rrl.benchmarks._weights_loopback import (
 )
 from rrl.benchmarks._weights_namespaces import Nics
 from rrl.core.types import Version
-from rrl.tests.support.weights.member import seed_of
-from rrl.tests.support.weights.source import content
+from rrl.tests.support.weights.sparse_content import sparse_content
 from rrl.transport.weights.manifest import CHUNK_BYTES, digest
 
 
@@ -66,7 +65,7 @@ class FakeDist:
     """A broadcast that returns at once, with the content of a version."""
 
     def __init__(self, version: Version, nbytes: int) -> None:
-        self._content = content(nbytes, seed_of(version))
+        self._content = sparse_content(version, nbytes)
         self.sizes: list[int] = []
 
     def broadcast(self, tensor: memoryview, source: int, group: object) -> None:

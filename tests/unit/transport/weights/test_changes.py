@@ -12,7 +12,7 @@ import pytest
 from rrl.core.types import Version
 from rrl.tests.support.weights.sparse import changed, described, publish, publish_parts, versions
 from rrl.transport.weights import delta
-from rrl.transport.weights.changes import MAX_SHARE, MAX_VERSIONS
+from rrl.transport.weights.changes import MAX_SHARE
 from rrl.transport.weights.manifest import Chunk, Manifest, digest
 from rrl.transport.weights.store import StoredVersion, Superseded, WeightStore
 
@@ -80,9 +80,9 @@ def receive(
 
 # ── bases ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_receiver_that_skipped_up_to_eight_versions_gets_a_delta(store: WeightStore) -> None:
-    flats = versions(MAX_VERSIONS + 2, SIZE, 0.005)
+    flats = versions(10, SIZE, 0.005)
     published(store, flats)
-    newest = Version(MAX_VERSIONS + 1, 1)
+    newest = Version(9, 1)
     assert all(leads(store, newest, base, flats[-1]) for base in flats[1:-1])
     assert not knows(store, newest, flats[0])
     assert frames(store, newest, flats[0]) == [None, None]
@@ -195,6 +195,19 @@ def test_each_part_of_a_version_is_sent_as_a_delta_by_its_rank() -> None:
             assert digest(memoryview(made)) == new.digest
 
 
+def test_rank_that_publishes_another_part_than_before_keeps_no_changes() -> None:
+    """Its two parts may have the same size, but they are not versions of the same tensors."""
+    first, second = versions(2, SIZE)
+    stores = [WeightStore(), WeightStore()]
+    old = publish_parts(stores, Version(0, 1), [first, second], CHUNK)
+    new = publish_parts([WeightStore(), WeightStore()], Version(1, 1), [second, first], CHUNK)
+    _, changes = described(Version(1, 1), first, first, CHUNK)
+    stores[0].offer(new, first, 1, changes)
+    place = new.parts[1].offset
+    base = next(chunk.digest for chunk in old.chunks if chunk.offset == place)
+    assert not stores[0].knows_base(Version(1, 1), place, base)
+
+
 # ── relays ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_relay_passes_on_the_changes_of_chunks_that_it_received_whole(store: WeightStore) -> None:
     flats = versions(3, SIZE)
@@ -224,6 +237,17 @@ def test_changes_of_a_version_that_was_begun_and_dropped_are_never_used(store: W
     receive(store, manifests[2], flats[2])
     assert not store.knows_base(Version(2, 1), 0, manifests[1].chunks[0].digest)
     assert leads(store, Version(2, 1), flats[0], flats[2])
+
+
+def test_versions_that_were_dropped_take_no_place_of_the_changes_that_are_kept(store: WeightStore) -> None:
+    flats = versions(12, SIZE, 0.002)
+    manifests = [described(Version(step, 1), flat, chunk=CHUNK)[0] for step, flat in enumerate(flats)]
+    for step in (0, 1):
+        receive(store, manifests[step], flats[step])
+    for step in range(2, 11):
+        receive(store, manifests[step], flats[step], count=1)
+    receive(store, manifests[11], flats[11])
+    assert leads(store, Version(11, 1), flats[0], flats[11])
 
 
 def test_version_that_is_begun_again_does_not_use_its_old_changes(store: WeightStore) -> None:

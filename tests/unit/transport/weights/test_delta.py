@@ -120,8 +120,9 @@ def test_frame_has_one_and_a_half_times_the_size_of_the_changed_words(share: flo
     assert 1.5 * share < len(frame) / SIZE < size
 
 
-def test_too_many_changes_are_not_encoded() -> None:
-    base = versions(1, SIZE)[0]
+@pytest.mark.parametrize("size", [1000, SIZE])
+def test_too_many_changes_are_not_encoded(size: int) -> None:
+    base = versions(1, size)[0]
     assert changed_words(base, changed(base, 1, 0.41)) is None
     assert changed_words(base, changed(base, 1, 1.0)) is None
     few = changed_words(base, changed(base, 1, 0.38))
@@ -146,6 +147,7 @@ def frame(gaps: bytes, values: bytes, announced: int | None = None) -> bytes:
     [
         pytest.param(frame(b"", b"")[:7], id="header cut"),
         pytest.param(frame(b"\1", b"ab", announced=4), id="gaps longer than the frame"),
+        pytest.param(frame(b"", b"", announced=4), id="no gaps, although they are announced"),
         pytest.param(frame(b"\1", b"ab", announced=2**64 - 1), id="gaps of 2**64 bytes"),
         pytest.param(frame(b"\1", b"ab", announced=2**63), id="gaps of 2**63 bytes"),
         pytest.param(frame(bytes([99, 0]), b"abcd"), id="one word too far"),

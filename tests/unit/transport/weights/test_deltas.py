@@ -9,7 +9,7 @@ import pytest
 from rrl.core.types import WeightTraffic
 from rrl.transport.weights.deltas import Deltas
 
-SIZE = 1000
+SIZE = 2**30
 
 
 def pulled(deltas: Deltas, by_deltas: bool, seconds: float) -> None:
@@ -92,8 +92,8 @@ def test_version_counts_as_the_way_by_which_most_of_its_bytes_arrived() -> None:
     pulled(deltas, False, 1.0)
     for _ in range(10):
         assert deltas.choose()
-        deltas.on_pulled(SIZE, 900, 100, 1.0)
-    deltas.on_pulled(SIZE, 100, 900, 9.0)
+        deltas.on_pulled(SIZE, SIZE - 100, 100, 1.0)
+    deltas.on_pulled(SIZE, 100, SIZE - 100, 9.0)
     assert not deltas.choose()
 
 

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import threading
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -53,6 +54,36 @@ def test_chunks_cover_the_buffer_and_the_manifest_survives_the_wire() -> None:
     manifest, _ = made(V1)
     assert [chunk.nbytes for chunk in manifest.chunks] == [300, 300, 300, 100]
     assert manifests.decode(manifests.encode(manifest), V1, SECRET) == manifest
+
+
+@pytest.mark.parametrize("name", ["sha256", "blake2b"])
+def test_receiver_verifies_by_the_hash_function_of_the_publisher(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, name: manifests.HashName
+) -> None:
+    monkeypatch.setattr(manifests, "fastest_hash", lambda: name)
+    manifest, flat = made(V1)
+    assert manifest.parts[0].hash == name
+    monkeypatch.setattr(manifests, "fastest_hash", lambda: {"sha256": "blake2b", "blake2b": "sha256"}[name])
+    fill(store, manifest, flat, store.begin(manifest))
+    store.begin(made(V2)[0])
+    store.span(V2, 0)[:] = flat[:300]
+    assert not store.accept(V2, 0)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor : 0\nflags\t\t: fpu sha_ni avx2\n", "sha256"),
+        ("processor : 0\nFeatures\t: fp asimd sha1 sha2\n", "sha256"),
+        ("processor : 0\nflags\t\t: fpu avx2\n", "blake2b"),
+        ("model name : sha_ni\n", "blake2b"),
+    ],
+)
+def test_hash_function_is_chosen_by_the_instructions_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, cpuinfo: str, name: str
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
+    assert manifests.fastest_hash.__wrapped__() == name
 
 
 def test_buffer_larger_than_its_tensors_is_refused() -> None:

@@ -33,6 +33,8 @@ def check(tally: Tally, faults: int, memory: int) -> None:
     assert tally.faults.total() == faults
     assert tally.wrong == []
     assert tally.commits > faults / 4, tally
+    assert tally.deltas > tally.commits / 4, tally
+    assert tally.fallbacks == 0, tally
     assert all(len(looks) >= 2 for looks in tally.usage.values())
     grown = tally.growth()
     assert grown.anonymous <= memory, tally.usage
