@@ -439,12 +439,12 @@ async def test_pull_that_is_cancelled_between_a_delta_and_its_verification_conti
         async def cancel() -> None:
             pulling[0].cancel()
 
-        def digest(data: memoryview) -> bytes:
+        def digest(data: memoryview, name: manifests.HashName | None = None) -> bytes:
             nonlocal verified
             verified += 1
             if verified == 3:
                 asyncio.run_coroutine_threadsafe(cancel(), loop).result(TIMEOUT_S)
-            return made(data)
+            return made(data, name)
 
         made = manifests.digest
         monkeypatch.setattr(stores, "digest", digest)
@@ -471,10 +471,10 @@ async def test_pull_that_is_cancelled_after_its_source_failed_ends_when_no_threa
         await pulls(mine, V0, at)
         publisher(1, store=source)
 
-        def digest(data: memoryview) -> bytes:
+        def digest(data: memoryview, name: manifests.HashName | None = None) -> bytes:
             begun.set()
             assert go_on.wait(TIMEOUT_S)
-            return made(data)
+            return made(data, name)
 
         def evict(_: str, count: int) -> None:
             if count == CHUNKS + 1:
