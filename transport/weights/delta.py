@@ -42,8 +42,8 @@ def changed_words(base: Buffer, chunk: Buffer) -> bytes | None:
         a, b = (words[: piece * _SAMPLES].reshape(_SAMPLES, piece)[:, :_SAMPLE_WORDS] for words in (old, new))
         if np.count_nonzero(a != b) > _MAX_CHANGED * a.size:
             return None
-    positions = np.flatnonzero(old != new)
-    return None if positions.size > _MAX_CHANGED * new.size else _gaps(positions)
+    changed = old != new
+    return None if np.count_nonzero(changed) > _MAX_CHANGED * new.size else _gaps(np.flatnonzero(changed))
 
 
 def union(changes: Sequence[bytes], nbytes: int) -> bytes:
@@ -59,10 +59,10 @@ def union(changes: Sequence[bytes], nbytes: int) -> bytes:
 def encode(gaps: bytes, chunk: Buffer) -> bytes | None:
     """Return the frame with the values of the changed words of ``chunk``; None if it is too large."""
     words = _words(chunk)
-    positions, _ = _positions(np.frombuffer(gaps, np.uint8))
-    size = _HEAD.size + len(gaps) + positions.size * _WORD.itemsize
+    size = _HEAD.size + len(gaps) + (len(gaps) - gaps.count(_ESCAPE)) * _WORD.itemsize
     if size >= MAX_SHARE * len(chunk):
         return None
+    positions, _ = _positions(np.frombuffer(gaps, np.uint8))
     return b"".join((_HEAD.pack(len(gaps)), gaps, words[positions].tobytes(), bytes(chunk[words.nbytes :])))
 
 

@@ -29,7 +29,7 @@ class Deltas:
     def __init__(self, setting: DeltaSetting = "auto") -> None:
         self._setting = setting
         self._s_per_byte: dict[bool, float] = {}
-        """Smoothed seconds per byte of a version; True: most of its chunks were made from deltas."""
+        """Smoothed seconds per byte of a version; True: some of its chunks were made from deltas."""
         self._faster, self._pulls, self._pause = True, 0, _FIRST_PAUSE
         self._received = 0
         """Bytes that arrived for a version that is not complete yet."""
@@ -67,7 +67,7 @@ class Deltas:
         received, self._received = self.traffic.received + self._received, 0
         self.traffic = replace(self.traffic, received=received, nbytes=self.traffic.nbytes + nbytes)
         if whole + changed:
-            way, pace = changed > whole, seconds / (whole + changed)
+            way, pace = changed > 0, seconds / (whole + changed)
             old = self._s_per_byte.get(way, pace)
             self._s_per_byte[way] = old + _SMOOTHING * (pace - old)
 
