@@ -77,6 +77,7 @@ async def _measure_round(results: Loopback, series: Series, versions: Versions, 
     fleets = {arm: await Fleet.started([nursery] * 2, hosts, versions.nbytes, ARMS[arm]) for arm in ARMS}
     for arm in ARMS:
         series.rounds[arm].append([])
+        await fleets[arm].transfer(versions.paths[0])  # uses connections and memory for the first time
     for index, path in enumerate(versions.paths):
         results.other_cores.append(await wait_until_quiet(QUIET_TIMEOUT_S))
         turn = index % len(ARMS)

@@ -106,6 +106,8 @@ async def _measure_link(
     for arm in ARMS:
         series.rounds[arm].append([])
     results.over_counters[link.name] = []
+    for arm in ARMS:
+        await fleets[arm].transfer(versions.paths[0])  # uses connections and memory for the first time
     for index, path in enumerate(versions.paths):
         results.other_cores.append(await wait_until_quiet(QUIET_TIMEOUT_S))
         turn = index % len(ARMS)

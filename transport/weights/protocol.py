@@ -32,6 +32,7 @@ from ..streams.connection import (
 )
 from . import manifest as manifests
 from .base import STARVATION_TIMEOUT_S, BaseUnknown, VersionUnavailable
+from .changes import UnknownBase
 from .manifest import Manifest
 from .store import NotReady, VersionEvicted, VersionUnknown, WeightStore
 
@@ -139,14 +140,8 @@ class WeightServer:
                 connection, partial(self._store.manifest, version), UNKNOWN_VERSION_TIMEOUT_S
             )
             body = None if described is None else manifests.encode(described)
-        elif kind == _KIND_RANGE and base != _NO_BASE and not self._store.knows_base(version, offset, base):
-            status, body = _STATUS_NO_BASE, b""
         elif kind == _KIND_RANGE:
-            span = range(offset, offset + nbytes)
-            body = await self._when_ready(connection, partial(self._store.read, version, span, connection), 0.0)
-            if isinstance(body, memoryview) and base != _NO_BASE:
-                frame = await asyncio.to_thread(self._store.frame, version, offset, base, body)
-                status, body = (_STATUS_OK, body) if frame is None else (_STATUS_DELTA, frame)
+            status, body = await self._chunk(connection, version, range(offset, offset + nbytes), base)
         else:
             return False
         with deadline(connection, _SEND_TIMEOUT_S):
@@ -155,6 +150,22 @@ class WeightServer:
                 await connection.send(body)
         self._store.on_sent(connection)
         return True
+
+    async def _chunk(
+        self, connection: Connection, version: Version, span: range, base: bytes
+    ) -> tuple[int, bytes | memoryview | None]:
+        """Return status and bytes of the reply to a request for a chunk."""
+        names_base = base != _NO_BASE
+        try:
+            if names_base:
+                self._store.changes(version, span.start, base)  # before the chunk is awaited
+            chunk = await self._when_ready(connection, partial(self._store.read, version, span, connection), 0.0)
+            if names_base and chunk is not None and self._store.changes(version, span.start, base) is not None:
+                frame = await asyncio.to_thread(self._store.frame, version, span.start, base, chunk)
+                return (_STATUS_OK, chunk) if frame is None else (_STATUS_DELTA, frame)
+        except UnknownBase:
+            return _STATUS_NO_BASE, b""
+        return _STATUS_OK, chunk
 
     async def _when_ready(self, connection: Connection, read: Callable[[], T], unknown_timeout: float) -> T | None:
         """Return the result of ``read`` once it is ready, and send NOT_READY repeatedly until it is.

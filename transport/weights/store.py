@@ -339,16 +339,11 @@ class WeightStore:
             self._note_request(reader, version, len(span), flat.nbytes)
             return flat[span.start - start : span.stop - start]
 
-    def knows_base(self, version: Version, offset: int, base: bytes) -> bool:
-        """Return whether :meth:`frame` knows the changes of a chunk from a base; True if the version is not here."""
+    def changes(self, version: Version, offset: int, base: bytes) -> list[bytes] | None:
+        """Return :meth:`.changes.Changes.since`; None if the version is not here. Raises UnknownBase."""
         with self._lock:
-            if version not in self._complete and (self._arriving is None or self._arriving.manifest.version != version):
-                return True
-            try:
-                self._changes.since(base, version, offset)
-            except UnknownBase:
-                return False
-            return True
+            arriving = None if self._arriving is None else self._arriving.manifest.version
+            return self._changes.since(base, version, offset) if version in (*self._complete, arriving) else None
 
     def frame(self, version: Version, offset: int, base: bytes, chunk: memoryview) -> bytes | None:
         """Return a chunk's frame (:mod:`.delta`) for a receiver that has ``base``; None if it is too large or unknown.
@@ -361,13 +356,12 @@ class WeightStore:
         """
         with self._encoding:
             with self._lock:
-                frame = self._changes.frame(base, version, offset)
+                if (frame := self._changes.frame(base, version, offset)) is not None:
+                    return frame
                 try:
-                    changes = self._changes.since(base, version, offset) if frame is None else None
+                    changes = self._changes.since(base, version, offset)
                 except UnknownBase:
                     return None
-            if frame is not None:
-                return frame
             if changes is None or (frame := delta.encode(delta.union(changes, len(chunk)), chunk)) is None:
                 return None
             with self._lock:

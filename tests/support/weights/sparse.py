@@ -9,6 +9,7 @@ import numpy as np
 
 from rrl.core.types import Version
 from rrl.tests.support.weights.transports import CHUNK, SECRET, SIZE
+from rrl.transport.weights.changes import UnknownBase
 from rrl.transport.weights.manifest import Manifest, ManifestBuilder, join_parts
 from rrl.transport.weights.store import WeightStore
 
@@ -69,3 +70,11 @@ def publish_parts(
     for part, (store, flat) in enumerate(zip(stores, flats, strict=True)):
         store.offer(whole, flat, part, parts[part][1])
     return whole
+
+
+def knows_base(store: WeightStore, version: Version, offset: int, base: bytes) -> bool:
+    try:
+        store.changes(version, offset, base)
+    except UnknownBase:
+        return False
+    return True

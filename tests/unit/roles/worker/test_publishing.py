@@ -26,7 +26,7 @@ from rrl.tests.support.roles.publishing_rank import gang, tensors_of
 from rrl.tests.support.roles.trajectories import crew
 from rrl.tests.support.roles.worker_scene import JOB, Manager, Role, Scene
 from rrl.tests.support.weights.source import content
-from rrl.tests.support.weights.sparse import versions
+from rrl.tests.support.weights.sparse import knows_base, versions
 from rrl.tests.support.weights.transports import SECRET
 from rrl.transport.messages import Fenced, FirstWorkDone, Heartbeat
 from rrl.transport.weights.manifest import Manifest, ManifestBuilder, digest
@@ -255,7 +255,7 @@ async def test_job_without_deltas_transfers_whole_versions_and_keeps_no_changes(
         me = scene.worker(crew.TRAINER)
         await manager.dismiss(scene.start(me, lambda: publish_both(me, rollout, WAYS["publish"])), crew.TRAINER)
         assert rollout.traffic.received > 2 * SIZE
-        assert not me._connection.weights.knows_base(Version(1, 1), 0, digest(BOTH[0][: 2**20]))
+        assert not knows_base(me._connection.weights, Version(1, 1), 0, digest(BOTH[0][: 2**20]))
 
 
 async def test_memory_of_the_oldest_version_is_used_again_after_its_changes_were_found(scene: Scene) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rrl.core.types import Version
-from rrl.tests.support.weights.sparse import changed, described, publish, publish_parts, versions
+from rrl.tests.support.weights.sparse import changed, described, knows_base, publish, publish_parts, versions
 from rrl.transport.weights import delta
 from rrl.transport.weights.changes import MAX_SHARE
 from rrl.transport.weights.manifest import Chunk, Manifest, digest
@@ -35,7 +35,7 @@ def knows(store: WeightStore, version: Version, base: memoryview) -> bool:
     held = store.get(version)
     assert held is not None
     chunks = held.manifest.chunks
-    known = {store.knows_base(version, one.offset, digest(bytes_of(one, base))) for one in chunks}
+    known = {knows_base(store, version, one.offset, digest(bytes_of(one, base))) for one in chunks}
     assert len(known) == 1
     return known.pop()
 
@@ -105,7 +105,7 @@ def test_base_of_another_incarnation_counts_if_its_bytes_are_equal(store: Weight
     receiver.begin(described(Version(2, 2), flats[2], chunk=CHUNK)[0], deltas=True)
     base = receiver.base(Version(2, 2), 0)
     assert base is not None
-    assert store.knows_base(Version(2, 2), 0, base)
+    assert knows_base(store, Version(2, 2), 0, base)
     assert leads(store, Version(2, 2), flats[0], flats[2])
 
 
@@ -140,7 +140,7 @@ def test_changes_of_another_version_say_nothing_about_an_unknown_version(store: 
     """A source that does not have the version yet makes the receiver wait, instead of denying the base."""
     flats = versions(2, SIZE)
     published(store, flats)
-    assert store.knows_base(Version(5, 1), 0, digest(flats[0][:CHUNK]))
+    assert knows_base(store, Version(5, 1), 0, digest(flats[0][:CHUNK]))
 
 
 def test_too_many_changes_in_one_chunk_affect_only_this_chunk(store: WeightStore) -> None:
@@ -164,7 +164,7 @@ def test_version_of_another_layout_is_no_base(store: WeightStore, name: str, chu
     receive(store, other, first[:size])
     manifest, _ = described(Version(2, 1), second, chunk=CHUNK)
     receive(store, manifest, second)
-    assert not store.knows_base(Version(2, 1), 0, other.chunks[0].digest)
+    assert not knows_base(store, Version(2, 1), 0, other.chunks[0].digest)
     store = store_with(other, first[:size])
     store.begin(manifest, deltas=True)
     assert store.base(Version(2, 1), 0) is None
@@ -174,7 +174,7 @@ def test_publisher_keeps_no_changes_from_a_version_of_another_size(store: Weight
     first, second = versions(2, SIZE)
     publish(store, Version(1, 1), first[:-4], CHUNK)
     publish(store, Version(2, 1), second, CHUNK)
-    assert not store.knows_base(Version(2, 1), 0, digest(first[:CHUNK]))
+    assert not knows_base(store, Version(2, 1), 0, digest(first[:CHUNK]))
 
 
 def test_each_part_of_a_version_is_sent_as_a_delta_by_its_rank() -> None:
@@ -185,7 +185,7 @@ def test_each_part_of_a_version_is_sent_as_a_delta_by_its_rank() -> None:
         place = wholes[2].parts[rank].offset
         for old, new in zip(wholes[0].chunks, wholes[2].chunks, strict=True):
             if wholes[2].part_at(new.offset).rank != rank:
-                assert store.knows_base(Version(2, 1), new.offset, old.digest), "another rank is asked, not told"
+                assert knows_base(store, Version(2, 1), new.offset, old.digest), "another rank is asked, not told"
                 continue
             inside = slice(new.offset - place, new.offset - place + new.nbytes)
             frame = store.frame(Version(2, 1), new.offset, old.digest, parts[rank][2][inside])
@@ -205,7 +205,7 @@ def test_rank_that_publishes_another_part_than_before_keeps_no_changes() -> None
     stores[0].offer(new, first, 1, changes)
     place = new.parts[1].offset
     base = next(chunk.digest for chunk in old.chunks if chunk.offset == place)
-    assert not stores[0].knows_base(Version(1, 1), place, base)
+    assert not knows_base(stores[0], Version(1, 1), place, base)
 
 
 # ── relays ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +235,7 @@ def test_changes_of_a_version_that_was_begun_and_dropped_are_never_used(store: W
     receive(store, manifests[0], flats[0])
     receive(store, manifests[1], flats[1], count=1)
     receive(store, manifests[2], flats[2])
-    assert not store.knows_base(Version(2, 1), 0, manifests[1].chunks[0].digest)
+    assert not knows_base(store, Version(2, 1), 0, manifests[1].chunks[0].digest)
     assert leads(store, Version(2, 1), flats[0], flats[2])
 
 
