@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ...core.run_spec import WeightTransportName
 from ...core.types import Version
 from ..streams.connection import TransportError
-from .manifest import Manifest
-from .store import WeightStore
+
+if TYPE_CHECKING:  # commands that ask for a transport's name do not need numpy
+    from .manifest import Manifest
+    from .store import WeightStore
 
 STARVATION_TIMEOUT_S = 3.0
 """Seconds for which a source may reply only NOT_READY before the receiver gives the source up. A source that is itself

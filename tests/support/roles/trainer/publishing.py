@@ -36,6 +36,7 @@ from rrl.roles.worker import publishing
 from rrl.tests.support.listening_manager import TIMEOUT_S
 from rrl.tests.support.roles.trainer import harness
 from rrl.tests.support.weights.transports import SECRET
+from rrl.transport.weights.deltas import Deltas
 from rrl.transport.weights.manifest import CHUNK_BYTES
 from rrl.transport.weights.store import WeightStore
 
@@ -69,6 +70,7 @@ class PublishingWorker(SimpleNamespace):
             weights=self.store,
             keys=SimpleNamespace(secret=SECRET),
             launch=self.launch,
+            deltas=Deltas(),
             announce_version=lambda version: self.announced.append(version.step),
         )
 
