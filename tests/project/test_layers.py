@@ -100,7 +100,7 @@ def test_root_holds_no_code_and_no_package_has_a_modules_name() -> None:
     assert not folders & set(sys.stdlib_module_names)
 
 
-_HEAVY = ("torch", "transformers", "vllm", "ucxx", "reasoning_gym")
+_HEAVY = ("numpy", "torch", "transformers", "vllm", "ucxx", "reasoning_gym")
 
 
 @pytest.mark.parametrize(
