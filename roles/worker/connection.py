@@ -283,11 +283,6 @@ class ManagerConnection:
             self._thread.join(timeout=10)
 
     @property
-    def traffic(self) -> WeightTraffic:
-        """What this process has received of all weight versions."""
-        return self.deltas.traffic
-
-    @property
     def store(self) -> TrajectoryClient:
         """The client of the trajectory store.
 
@@ -474,7 +469,7 @@ class ManagerConnection:
         while True:
             if self._dialer.connected:
                 weights = self._held_version() if self._traits.gets_weights else None
-                traffic = self.traffic if weights is not None else WeightTraffic()
+                traffic = self.deltas.traffic if weights is not None else WeightTraffic()
                 heartbeat = self.status.heartbeat(self.launch.incarnation, weights, traffic)
                 await self._dialer.send(heartbeat)
                 self._reported_phase = heartbeat.phase

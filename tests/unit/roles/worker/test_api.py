@@ -47,6 +47,7 @@ from rrl.transport.messages import (
     StepCommitted,
     VersionAvailable,
 )
+from rrl.transport.weights.deltas import Deltas
 from rrl.transport.weights.manifest import Manifest, describe
 from rrl.transport.weights.store import WeightStore
 
@@ -730,7 +731,7 @@ async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
 
 async def test_rollouts_receive_each_version_without_the_manager(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     store, traffic = scene.open_store(), WeightTraffic(3, 4, 1)
-    monkeypatch.setattr(connection.ManagerConnection, "traffic", traffic)
+    monkeypatch.setattr(Deltas, "traffic", property(lambda _: traffic, lambda *_: None), raising=False)
     async with scene.serve(store) as endpoint:
         async with publishing(scene, crew.ROLLOUT, crew.OTHER) as (manager, publisher, receivers):
             await _store_is(manager, endpoint)
