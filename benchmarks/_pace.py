@@ -207,7 +207,7 @@ def paced_builder(pace: Pace, tau: Tau) -> Callable[[rrl.Worker], Callable[[], P
     build_role = rollout_program._builder
 
     def builder(me: rrl.Worker) -> Callable[[], PacedEngine]:
-        build, settings = build_role(me), me.job.rollout
+        build, settings = build_role(me), me.rollout
         kind = PacedVllmEngine if settings.engine == "vllm" else PacedEngine
         return lambda: kind(build(), settings.lease, tau, pace)
 

@@ -111,6 +111,11 @@ class RoleSpec(Struct, frozen=True):
     """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
     donor_rollouts: int = 0
     """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
+    max_replicas: int | None = None
+    """Largest number of replicas of an elastic rollout pool, which begins with ``replicas``; None if the number is
+    fixed."""
+    node_seconds: float = 0.0
+    """Node seconds that an elastic pool may use over the whole run, resumes included."""
     built_in: bool = False
     """True if the role runs rrl's own program; False if it runs a command of the job."""
     options: dict[str, Any] = {}
@@ -120,6 +125,11 @@ class RoleSpec(Struct, frozen=True):
     def traits(self) -> RoleTraits:
         """Return the traits of the role's kind."""
         return ROLE_TRAITS[self.kind]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the planner chooses the number of replicas, from ``replicas`` to ``max_replicas``."""
+        return self.max_replicas is not None
 
     @property
     def awaited_as(self) -> str:
@@ -197,6 +207,9 @@ class NodeGroup(Struct, frozen=True):
     """True if each node is a Slurm job of its own (form ``replica``)."""
     min_nodes: int = 0
     """Number of nodes without which the run does not start."""
+    dedicated: bool = False
+    """True if the nodes host nothing but the group's roles, and the run neither waits for them nor ends without them:
+    the nodes of a further rollout pool."""
 
 
 class Limits(Struct, frozen=True):
@@ -294,8 +307,6 @@ class Recovery(Struct, frozen=True):
     """Drain nodes with a hardware fault if Slurm permits it; otherwise only request their drain."""
     exclusion: float = 3600.0
     """Time (s) after which a node that was excluded without proof may be used again; doubles with each exclusion."""
-    failure_rate: float = 0.0
-    """Probability that a node fails on a given day (Meta's RSC-1: 0.0065), for donor_rollouts; 0 if unknown."""
 
 
 class HealthSpec(Struct, frozen=True):
@@ -475,6 +486,13 @@ class RolloutSettings(Struct, frozen=True):
     segment_tokens: int = 64
 
 
+class TagsSpec(Struct, frozen=True):
+    """What nodes may do besides their own work (:class:`rrl.config.job.schema.TagsTable`)."""
+
+    spare: tuple[Literal["rollout", "train"], ...] = ("train",)
+    rollout: tuple[Literal["train"], ...] = ("train",)
+
+
 class RewardSettings(Struct, frozen=True):
     """The settings of the reward role's program (:class:`rrl.config.job.roles.RewardRole`)."""
 
@@ -543,7 +561,9 @@ class RunSpec(Struct, frozen=True):
     sampling: SamplingSpec = SamplingSpec()
     eval: EvalSpec | None = None
     trainer: TrainerSettings = TrainerSettings()
-    rollout: RolloutSettings = RolloutSettings()
+    rollouts: dict[str, RolloutSettings] = {}
+    """Settings of each rollout pool, by the name of its role."""
+    tags: TagsSpec = TagsSpec()
     reward: RewardSettings = RewardSettings()
     agents: AgentsSettings | None = None
     """The run's own agents; None if it has none. If ``endpoint`` is None too, trajectories are answers to prompts."""

@@ -20,6 +20,7 @@ from ...cluster.slurm.site import JobLimits, read_limits
 from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
+from ...config.job.roles import RolloutRole
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
@@ -250,9 +251,11 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
         direct, key = direct and not (job.env.venv or job.env.conda), ("transport", "weights")
         fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
         yield missing(f'transport.weights = "{kind}"', key, PACKAGES[kind][0], fix, direct)
-    if (row := _engine_row(job)) is not None and row.package and find_spec(row.package) is None:
-        subject, fix = f'roles.rollout.engine = "{roles.rollout.engine}"', f'{row.install}, or write "torch"'
-        yield missing(subject, ("roles", "rollout", "engine"), row.package, fix, roles.rollout.launcher == "direct")
+    for name, rollout in job.rollout_roles().items():
+        if (row := _engine_row(rollout)) is not None and row.package and find_spec(row.package) is None:
+            engine = (*job.table_of(name), "engine")
+            subject, fix = f'{".".join(engine)} = "{rollout.engine}"', f'{row.install}, or write "torch"'
+            yield missing(subject, engine, row.package, fix, rollout.launcher == "direct")
     absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
     for name, role in roles.named().items():
         if absent and name in ("agents", "endpoint"):
@@ -260,10 +263,9 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
             yield missing(f"roles.{name}", ("roles", name), absent, fix, role.launcher == "direct")
 
 
-def _engine_row(job: Job) -> EngineRow | None:
-    """Return the row of the rollouts' engine; None if the rollouts, or their engine, are a user's code."""
-    own = job.task is None or job.roles.rollout.command is not None
-    return None if own else ENGINES.get(job.roles.rollout.engine)
+def _engine_row(rollout: RolloutRole) -> EngineRow | None:
+    """Return the row of a pool's engine; None if its rollouts, or their engine, are a user's code."""
+    return None if rollout.command is not None else ENGINES.get(rollout.engine)
 
 
 def _check_engine_arguments(job: Job, document: JobDocument) -> list[str]:
@@ -271,13 +273,18 @@ def _check_engine_arguments(job: Job, document: JobDocument) -> list[str]:
 
     Raises UsageError instead if the rollouts run in this environment.
     """
-    rollout, row, table = job.roles.rollout, _engine_row(job), ("roles", "rollout", "vllm")
-    if row is None or not row.package or find_spec(row.package) is None:
-        return []
-    wrong = row.unknown_arguments(rollout.vllm)
-    if wrong and job.cluster.traits.roles_run_here and not job.env.python and rollout.launcher == "direct":
-        raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
-    return [f"{'.'.join(table)}.{name}: {text}; the {rollout.engine} of the nodes needs it" for name, text in wrong]
+    warnings = []
+    for pool, rollout in job.rollout_roles().items():
+        row, table = _engine_row(rollout), (*job.table_of(pool), "vllm")
+        if row is None or not row.package or find_spec(row.package) is None:
+            continue
+        wrong = row.unknown_arguments(rollout.vllm)
+        if wrong and job.cluster.traits.roles_run_here and not job.env.python and rollout.launcher == "direct":
+            raise UsageError(with_location(document, Problem((*table, wrong[0][0]), wrong[0][1])))
+        warnings += [
+            f"{'.'.join(table)}.{name}: {text}; the {rollout.engine} of the nodes needs it" for name, text in wrong
+        ]
+    return warnings
 
 
 def _check_endpoint_route(job: Job) -> list[str]:
@@ -314,9 +321,9 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     model = job.model
     if model is None or model.path is None:
         return []
-    folder, row = Path(model.path), _engine_row(job)
+    folder, rows = Path(model.path), map(_engine_row, job.rollout_roles().values())
     trains = job.task is not None and job.roles.trainer.command is None
-    computes = trains or (row is not None and row.builds_model)
+    computes = trains or any(row is not None and row.builds_model for row in rows)
     if not folder.exists():
         direct = all(role.launcher == "direct" for role in job.every_role().values())
         if not (direct and job.cluster.traits.roles_run_here):
@@ -384,8 +391,12 @@ def _check_eval(job: Job) -> list[str]:
         "rollout": "must sample as `item.sampling` says",
         "reward": "must score an item whose `evaluation` is true with the task of [eval]",
     }
-    own = [name for name in doubts if job.eval is not None and job.roles.named()[name].command is not None]
-    return [f"eval: your own {name} (roles.{name}.command) {doubts[name]} (docs/evaluation.md)" for name in own]
+    own = {name: role for name, role in job.every_role().items() if job.eval is not None and role.command is not None}
+    return [
+        f"eval: your own {name} ({'.'.join(job.table_of(name))}.command) {doubts[kind]} (docs/evaluation.md)"
+        for name, role in own.items()
+        if (kind := "rollout" if isinstance(role, RolloutRole) else name) in doubts
+    ]
 
 
 def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:

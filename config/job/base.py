@@ -80,7 +80,8 @@ Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings. It is not strict, because strict validation of a tuple would reject TOML's lists."""
 Time = Annotated[Duration, Field(gt=0)]
 OptionalTime = Annotated[float | None, DURATION, Field(gt=0)]
-Count = Annotated[int, Field(ge=1, le=4096)]
+MAX_REPLICAS = 4096
+Count = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 Function = Annotated[str, Field(pattern=f"^{IMPORT_PATH}$")]
 """A function, written as ``module:function``."""
 SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(sbatch_options)]

@@ -37,13 +37,19 @@ _MAX_DEPTH = 50
 """Maximum depth of nested tables and arrays."""
 _MAX_SHOWN_CHARS = 60
 """Maximum number of characters of a wrong value that a message quotes."""
-_RENAMED_KEYS = {
+_RENAMED_KEYS: dict[tuple[str, ...], str] = {
     ("limits", "beat"): "heartbeat",
     ("recovery", "adopt"): "promote",
     ("recovery", "whole"): "full_restarts",
-    ("roles", "trainer", "standbys"): "donor_rollouts",
 }
 """New names of renamed keys, by the old key."""
+_REPLACED_KEYS: dict[tuple[str, ...], str] = {
+    ("roles", "rollout", "warm"): 'spare = ["rollout", "train"] in [tags]: spare nodes then generate',
+    ("roles", "trainer", "standbys"): 'rollout = ["train"] in [tags], or [] for none',
+    ("roles", "trainer", "donor_rollouts"): 'rollout = ["train"] in [tags], or [] for none',
+    ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: as many rollouts as the trainer has nodes',
+}
+"""What to write instead of keys that are gone."""
 
 
 class _Mistake(NamedTuple):
@@ -235,6 +241,8 @@ def _unknown(loc: KeyPath) -> str:
     assert table is not None  # only tables of the schema forbid unknown keys
     if new_name := _RENAMED_KEYS.get(tuple(map(str, loc))):
         return f'was renamed; write "{new_name}" instead'
+    if replacement := _REPLACED_KEYS.get(tuple(map(str, loc))):
+        return f"was replaced by {replacement}"
     if len(same := [path for path, _ in _tables(Job, ()) if path and path[-1] == name]) == 1:
         return f"unknown key; did you mean {_header(same[0])}?"  # the table of this name, which is inside another table
     if near := difflib.get_close_matches(name, table.model_fields, 1):

@@ -18,7 +18,7 @@ from ...core.run_spec import NodeGroup, RoleSpec
 from ...core.types import Resources
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import FaultsTable
-from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutRole, TrainerRole
+from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutPool, RolloutRole, TrainerRole
 from .schema import Job, ModelTable, SamplingTable
 from .site import EnvTable
 
@@ -72,7 +72,11 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         sampling=_sampling(job.sampling),
         eval=msgspec.convert(job.eval and job.eval.model_dump(), run_spec.EvalSpec | None),
         trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
-        rollout=msgspec.convert(job.roles.rollout.model_dump(), run_spec.RolloutSettings),
+        rollouts={
+            name: msgspec.convert(role.model_dump(), run_spec.RolloutSettings)
+            for name, role in job.rollout_roles().items()
+        },
+        tags=_tags(job),
         reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
         agents=msgspec.convert(job.roles.agents and job.roles.agents.model_dump(), run_spec.AgentsSettings | None),
         endpoint=_endpoint(job.roles.endpoint),
@@ -114,10 +118,12 @@ def node_groups(job: Job) -> tuple[NodeGroup, ...]:
 def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
     of_trainer = _TRAINED_MODEL if job.model is not None and job.model.path is not None else _BUILT_MODEL
-    filled: dict[str, dict[str, Role]] = {"roles": {}, "commands": {}}
-    for name, role in {**job.roles.named(), **job.commands}.items():
+    filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}
+    pools = {name: pool.over(job.roles.rollout) for name, pool in job.rollouts.items()}
+    for name, role in {**job.roles.named(), **pools, **job.commands}.items():
         may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink
-        defaults: dict[str, float] = {"min_replicas": 1 if may_shrink else role.replicas}
+        fewest = 0 if isinstance(role, RolloutRole) and pools else 1 if may_shrink else role.fewest
+        defaults: dict[str, float] = {"min_replicas": fewest}
         defaults |= of_trainer if isinstance(role, TrainerRole) else {}
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
@@ -153,34 +159,18 @@ def _env(env: EnvTable, python: str) -> EnvSpec:
     return EnvSpec(env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python)
 
 
+def _tags(job: Job) -> run_spec.TagsSpec:
+    spare = job.tags.spare
+    if spare is None:
+        spare = ("train",) if job.cluster.traits.roles_run_here else ("rollout", "train")
+    return msgspec.convert({"spare": spare, "rollout": job.tags.rollout}, run_spec.TagsSpec)
+
+
 def _donor_rollouts(job: Job, role: Role) -> int:
     """Return the number of rollouts whose nodes keep a standby process of the trainer."""
-    if not isinstance(role, TrainerRole) or not role.warm:
+    if not isinstance(role, TrainerRole) or not role.warm or "train" not in job.tags.rollout:
         return 0
-    if role.donor_rollouts != "auto":
-        return role.donor_rollouts
-    nodes = -(-role.ranks // role.ranks_per_node)
-    return concurrent_failures(nodes, job.recovery.failure_rate) if job.recovery.failure_rate else nodes
-
-
-def concurrent_failures(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """Return the number of nodes (at least 1) that must be expected to fail on the same day.
-
-    The number of failures on one day has a binomial distribution (ByteRobust; docs/sources.md); the result is its
-    quantile.
-
-    Args:
-        nodes: Number of nodes.
-        rate: Probability that a node fails on a given day.
-        quantile: Share of the days on which at most the returned number of nodes fail.
-    """
-    chance = cumulated = (1 - rate) ** nodes
-    failing = 0
-    while cumulated < quantile and failing < nodes:
-        chance *= (nodes - failing) / (failing + 1) * rate / (1 - rate)
-        failing += 1
-        cumulated += chance
-    return max(1, failing)
+    return -(-role.ranks // role.ranks_per_node)
 
 
 def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
@@ -197,6 +187,8 @@ def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
 
 
 def _kind(name: str, role: Role) -> run_spec.RoleKind:
+    if isinstance(role, RolloutRole):
+        return "rollout"
     return "command" if isinstance(role, CommandRole) else msgspec.convert(name, run_spec.RoleKind)
 
 
@@ -204,11 +196,11 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
     return RoleSpec(
         name=name,
         kind=_kind(name, role),
-        replicas=role.replicas,
+        replicas=role.fewest,
         min_replicas=role.min_replicas or 0,
         per_member=Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
         exclusive=role.exclusive,
-        argv=role.program or (python, "-P", "-m", _BUILT_IN[name]),
+        argv=role.program or (python, "-P", "-m", _BUILT_IN[_kind(name, role)]),
         env=role.env,
         launcher=role.launcher,
         image="" if role.launcher == "direct" else role.image or image or "",
@@ -216,8 +208,10 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         service=role.service if isinstance(role, CommandRole) else True,
         ranks=role.ranks,
         per_node=role.ranks_per_node,
-        warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
+        warm=isinstance(role, TrainerRole) and role.warm,
         donor_rollouts=donor_rollouts,
+        max_replicas=role.most if isinstance(role, RolloutPool) and role.is_elastic else None,
+        node_seconds=3600.0 * (role.node_hours or 0.0) if isinstance(role, RolloutPool) else 0.0,
         built_in=role.program is None,
         options=role.options if isinstance(role, CommandRole) else {},
     )
@@ -233,15 +227,25 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
     """Return the run's node groups, the largest first.
 
     With ``form = "pool"`` all roles share a single group. With another form, each exclusive role has a group of its
-    own, and the other roles share a group.
+    own, and the other roles share a group. Each further rollout pool has a group of its own in every form; these
+    groups come last.
     """
     cluster, common = job.cluster, sbatch(job.slurm)
     job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
+    further = []
+    for role in (role for role in roles if role.name in job.rollouts):
+        pool = job.rollouts[role.name].over(job.roles.rollout)
+        options, walltime = sbatch({"exclusive": True, **job.slurm, **pool.slurm}), pool.walltime or job_walltime
+        nodes = role.replicas * role.nodes
+        further.append(
+            NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, True, dedicated=True)
+        )
+    roles = tuple(role for role in roles if role.name not in job.rollouts)
     if cluster.form == POOL:
         nodes = pool_nodes(roles, node) + cluster.spares
         names = tuple(role.name for role in roles)
-        return (NodeGroup(POOL, names, nodes, node, job_walltime, common, min_nodes=nodes),)
+        return (NodeGroup(POOL, names, nodes, node, job_walltime, common, min_nodes=nodes), *further)
     separate, groups = cluster.form == "replica", []
     shared = tuple(role for role in roles if not role.exclusive)
     if shared:
@@ -258,7 +262,7 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
                 NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, min_nodes)
             )
     # the largest group first: Slurm tolerates failures of nodes best in a heterogeneous job's first component
-    return tuple(sorted(groups, key=lambda group: -group.nodes))
+    return (*sorted(groups, key=lambda group: -group.nodes), *further)
 
 
 def pool_nodes(roles: tuple[RoleSpec, ...], node: Resources) -> int:

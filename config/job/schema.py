@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import string
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
@@ -23,7 +23,7 @@ from ..import_paths import TRACKERS
 from ..prompt_file import SUFFIXES
 from .base import Duration, Function, OptionalSize, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
 from .faults import FaultsTable
-from .roles import RESERVED_GROUPS, CommandRole, Role, Roles
+from .roles import RESERVED_GROUPS, CommandRole, Role, Roles, RolloutPool, RolloutRole
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network, NotifyTable
 
 OWN_SCORE_SHORTEST_S = 1800.0
@@ -42,6 +42,7 @@ _SAMPLING = run_spec.SamplingSpec()
 _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
+_R = TypeVar("_R", bound=Role)
 
 
 def _format_string(text: str) -> str:
@@ -82,14 +83,21 @@ def _extra_names(extras: dict[str, ExtraTable]) -> dict[str, ExtraTable]:
     return extras
 
 
-def _role_names(commands: dict[str, CommandRole]) -> dict[str, CommandRole]:
+def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
     reserved = (*Roles.model_fields, AGENT, STANDBY_ROLE, MANAGER, *RESERVED_GROUPS)
-    for name in commands:
+    for name in roles:
         if name in reserved:
             raise ValueError(f"{name!r} is reserved by rrl; choose another name for your role")
-        if not re.fullmatch(r"[a-z]{1,30}", name):
-            raise ValueError(f"{name!r} is not a valid role name; use up to 30 lower-case letters")
-    return commands
+        if not re.fullmatch(r"[a-z][a-z0-9]{0,29}", name):
+            text = "is not a valid role name; use a letter, then up to 29 lower-case letters and digits"
+            raise ValueError(f"{name!r} {text}")
+    return roles
+
+
+def _tags_of_rollouts(tags: tuple[str, ...]) -> tuple[str, ...]:
+    if "rollout" in tags:
+        raise ValueError('"rollout" has no effect: every node has the tag of its own role; remove it')
+    return tags
 
 
 def _port_in_range(address: str) -> str:
@@ -340,7 +348,6 @@ class RecoveryTable(Table):
     full_restarts: Annotated[int, Field(ge=0)] = _RECOVERY.full_restarts
     drain: bool = _RECOVERY.drain
     exclusion: Time = _RECOVERY.exclusion
-    failure_rate: Annotated[float, Field(ge=0, lt=1)] = _RECOVERY.failure_rate
 
 
 class HealthTable(Table):
@@ -397,6 +404,19 @@ class TrackTable(Table):
     it."""
 
 
+class TagsTable(Table):
+    """What nodes may do besides their own work (docs/pools.md)."""
+
+    spare: Annotated[tuple[Literal["rollout", "train"], ...], Field(strict=False)] | None = None
+    """Work of spare nodes. "rollout": they generate; "train": the trainer may take them, at once, since they keep its
+    standby processes. Default: both, but only "train" on the local cluster, whose nodes share a machine."""
+    rollout: Annotated[
+        tuple[Literal["train", "rollout"], ...], Field(strict=False), AfterValidator(_tags_of_rollouts)
+    ] = ("train",)
+    """Further work of the nodes of [roles.rollout]. "train": the trainer may take such a node if no spare is left; as
+    many of them as the trainer has nodes keep its standby processes."""
+
+
 class Job(Table):
     """A whole job.toml."""
 
@@ -412,6 +432,8 @@ class Job(Table):
     sampling: SamplingTable = SamplingTable()
     eval: EvalTable | None = None
     roles: Roles = Roles()
+    rollouts: Annotated[dict[str, RolloutPool], AfterValidator(_role_names)] = {}
+    tags: TagsTable = TagsTable()
     commands: Annotated[dict[str, CommandRole], AfterValidator(_role_names)] = {}
     limits: LimitsTable = LimitsTable()
     phases: Annotated[dict[str, PhaseTable], AfterValidator(_phase_names)] = {}
@@ -423,8 +445,16 @@ class Job(Table):
     faults: FaultsTable = FaultsTable()
 
     def every_role(self) -> dict[str, Role]:
-        """Return the roles of this job in the order of their placement; the built-in roles only if there is a task."""
-        return {**(self.roles.named() if self.task is not None else {}), **self.commands}
+        """Return the roles of this job in the order of their placement; the built-in roles only if there is a task.
+
+        Rollout pools have every key, also those that they take from [roles.rollout].
+        """
+        pools = {name: pool.over(self.roles.rollout) for name, pool in self.rollouts.items()}
+        return {**(self.roles.named() if self.task is not None else {}), **pools, **self.commands}
+
+    def rollout_roles(self) -> dict[str, RolloutRole]:
+        """Return [roles.rollout] and the further rollout pools, with every key."""
+        return {name: role for name, role in self.every_role().items() if isinstance(role, RolloutRole)}
 
     def without_secrets(self) -> Job:
         """Return the job as it may be shown: the target of its notifications is masked."""
@@ -434,7 +464,8 @@ class Job(Table):
 
     def table_of(self, role: str) -> tuple[str, str]:
         """Return the path of the table of a role in job.toml."""
-        return ("commands" if role in self.commands else "roles", role)
+        table = "commands" if role in self.commands else "rollouts" if role in self.rollouts else "roles"
+        return (table, role)
 
     def merged_limits(self) -> run_spec.Limits:
         """Return the deadlines and phases of the job in the form that the manager reads."""

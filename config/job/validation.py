@@ -26,7 +26,7 @@ from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
 from ..prompt_file import prompt_columns
 from .base import mistake
 from .resolve import node_groups
-from .roles import AgentsRole, CommandRole, Role, TrainerRole, TrajectoriesRole
+from .roles import AgentsRole, CommandRole, ReplicaRange, Role, RolloutPool, TrainerRole, TrajectoriesRole
 from .schema import Job, PhaseTable, SamplingTable, TaskTable
 
 MAX_BATCH_BYTES = 256 * 2**20
@@ -48,6 +48,7 @@ def check(job: Job) -> None:
         PydanticCustomError: The first mistake, with the key at which it is reported.
     """
     _work(job)
+    _pools(job)
     _task(job.task, ("task",))
     _eval(job)
     _checkpoint_steps(job)
@@ -67,8 +68,6 @@ def check(job: Job) -> None:
         _role(job, name, role)
     _passed(job)
     _notify(job)
-    _donor_rollouts(job)
-    _standby_rollouts(job)
     _one_gpu(job)
     _engine(job)
     _faults(job)
@@ -301,16 +300,18 @@ def extras_of_step(sampling: SamplingTable) -> int:
 
 def _extras(job: Job) -> None:
     """Check that the rollouts can make and send the extras, and that those of a step are not too large."""
-    sampling, rollout = job.sampling, job.roles.rollout
-    row = ENGINES.get(rollout.engine) if rollout.command is None else None
+    sampling = job.sampling
     for name, extra in sampling.extras.items():
-        if row is not None and name not in row.extras:
-            makes = f"makes only {', '.join(row.extras)}" if row.extras else "makes none"
-            raise mistake(
-                ("sampling", "extras", name),
-                f'[roles.rollout] engine = "{rollout.engine}" {makes}; remove this table, or set an engine or a command'
-                " of your own that makes it",
-            )
+        for pool, rollout in job.rollout_roles().items():
+            row = ENGINES.get(rollout.engine) if rollout.command is None else None
+            if row is not None and name not in row.extras:
+                makes = f"makes only {', '.join(row.extras)}" if row.extras else "makes none"
+                table = ".".join(job.table_of(pool))
+                raise mistake(
+                    ("sampling", "extras", name),
+                    f'[{table}] engine = "{rollout.engine}" {makes}; remove this table, or set an engine or a command'
+                    " of your own that makes it",
+                )
         if max(extra.per_token or 0, extra.per_trajectory or 0) > MAX_SEGMENT_EXTRAS:
             key = "per_token" if extra.per_trajectory is None else "per_trajectory"
             text = f"is more than {size_text(MAX_SEGMENT_EXTRAS)}, which fit into a message to the store; lower it"
@@ -404,37 +405,53 @@ def _gang(at: tuple[str, str], role: Role) -> None:
         raise mistake((*at, "ranks"), message)
 
 
-def _donor_rollouts(job: Job) -> None:
-    """Check an explicit number of donor rollouts; ``auto`` is always valid."""
-    trainer, at = job.roles.trainer, ("roles", "trainer", "donor_rollouts")
-    if trainer.donor_rollouts == "auto" or not trainer.donor_rollouts:
+def _pools(job: Job) -> None:
+    """Check the further rollout pools, and that some rollout generates."""
+    if job.task is None:
+        if job.rollouts:
+            raise mistake(("rollouts", next(iter(job.rollouts))), "needs a [task]; remove this table")
+        if "tags" in job.model_fields_set:
+            raise mistake(("tags",), "are of rollouts and the trainer, but there is no [task]; remove this table")
         return
-    if not trainer.warm:
-        raise mistake(at, "has no effect with warm = false; remove this key, or write warm = true")
-    if trainer.donor_rollouts > job.roles.rollout.replicas:
+    if not job.roles.rollout.replicas and not any(pool.most for pool in job.rollouts.values()):
         raise mistake(
-            at,
-            f"{trainer.donor_rollouts} is more than [roles.rollout] replicas = {job.roles.rollout.replicas}; lower it",
+            ("roles", "rollout", "replicas"),
+            "no rollout would generate: write at least 1, or add a pool [rollouts.NAME]",
         )
+    elastic = [name for name, pool in job.rollouts.items() if pool.is_elastic]
+    for name, pool in job.rollouts.items():
+        _pool(job, ("rollouts", name), pool)
+    if len(elastic) > 1:
+        text = f"a run has one elastic pool, and [rollouts.{elastic[0]}] is elastic; write a number"
+        raise mistake(("rollouts", elastic[1], "replicas"), text)
+    if job.tags.spare is not None and "rollout" in job.tags.spare and job.cluster.form != "pool":
+        text = f'"rollout" has no effect: form = "{job.cluster.form}" has no spare nodes; remove this key'
+        raise mistake(("tags", "spare"), text)
 
 
-def _standby_rollouts(job: Job) -> None:
-    """Reject ``warm`` for rollouts where it would have no effect."""
-    rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
-    if not rollout.warm:
-        return
-    if job.recovery.policy != "role":
-        problem = f'[recovery] policy = "{job.recovery.policy}" does not use standby processes'
-        raise mistake(at, f'{problem}; remove this key, or write policy = "role"')
-    if rollout.ranks > 1:
-        raise mistake(at, f"a standby rollout has one process, but ranks = {rollout.ranks}; remove this key")
-    if job.cluster.form != "pool":
-        problem = f'form = "{job.cluster.form}" has no spare nodes for standby rollouts'
-        raise mistake(at, f'{problem}; remove this key, or write form = "pool"')
-    if not job.cluster.spares:
-        raise mistake(
-            at, "there are no spare nodes for standby rollouts; remove this key, or set [cluster] spares = 1 or more"
-        )
+def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:
+    """Check one further rollout pool as the job has it, without the keys that it takes from [roles.rollout]."""
+    bounds = pool.replicas
+    if isinstance(bounds, ReplicaRange) and bounds.min > bounds.max:
+        text = f"min = {bounds.min} is more than max = {bounds.max}; lower min, or raise max"
+        raise mistake((*at, "replicas"), text)
+    if at[1] in job.commands:
+        raise mistake(at, f"there is a role [commands.{at[1]}], too; choose another name for the pool")
+    if pool.is_elastic and pool.node_hours is None:
+        text = "missing; an elastic pool needs a budget: node_hours = ... (node hours over the whole run)"
+        raise mistake((*at, "node_hours"), text)
+    for key in ("node_hours", "walltime"):
+        if getattr(pool, key) is not None and not pool.is_elastic:
+            text = "has no effect on a fixed number of replicas; remove this key, or write replicas = { min = 0, max = "
+            raise mistake((*at, key), f"{text}{max(1, pool.most)} }}")
+    for key in ("slurm", "walltime"):
+        if getattr(pool, key) and job.cluster.traits.roles_run_here:
+            raise mistake((*at, key), f'has no effect with [cluster] kind = "{job.cluster.kind}"; remove this key')
+    if not pool.exclusive:
+        raise mistake((*at, "exclusive"), "the nodes of a further pool host nothing else; remove this key")
+    if pool.min_replicas:
+        text = "a run neither waits for a further pool nor ends without it; remove this key"
+        raise mistake((*at, "min_replicas"), text)
 
 
 def _one_gpu(job: Job) -> None:
@@ -450,12 +467,13 @@ def _one_gpu(job: Job) -> None:
 
 def _engine(job: Job) -> None:
     """Reject arguments and a number of GPUs that the engine of the rollouts cannot use."""
-    rollout = job.roles.rollout
-    row = ENGINES.get(rollout.engine) if rollout.command is None else None
-    if row is None and rollout.command is None and rollout.vllm:
-        raise mistake(("roles", "rollout", "vllm"), "has no effect with an engine of your own; remove this key")
-    if row is not None and (wrong := row.check(rollout.vllm, rollout.gpus)) is not None:
-        raise mistake(("roles", "rollout", *wrong[0]), wrong[1])
+    for name, rollout in {"rollout": job.roles.rollout, **job.rollout_roles()}.items():
+        at = job.table_of(name)
+        row = ENGINES.get(rollout.engine) if rollout.command is None else None
+        if row is None and rollout.command is None and rollout.vllm:
+            raise mistake((*at, "vllm"), "has no effect with an engine of your own; remove this key")
+        if row is not None and (wrong := row.check(rollout.vllm, rollout.gpus)) is not None:
+            raise mistake((*at, *wrong[0]), wrong[1])
 
 
 def _role(job: Job, name: str, role: Role) -> None:
@@ -463,12 +481,13 @@ def _role(job: Job, name: str, role: Role) -> None:
     for variable in RENDEZVOUS_VARIABLES if getattr(role, "watch", "api") == "api" else ():
         if variable in role.env:
             raise mistake((*at, "env", variable), f"{_SET_BY_JOIN}; remove it")
-    if role.min_replicas is not None and role.min_replicas > role.replicas:
+    if role.min_replicas is not None and role.min_replicas > role.fewest:
         raise mistake(
             (*at, "min_replicas"),
-            f"{role.min_replicas} is more than replicas = {role.replicas}; lower it or raise replicas",
+            f"{role.min_replicas} is more than replicas = {role.fewest}; lower it or raise replicas",
         )
-    for key in ("slurm", "walltime"):
+    further = isinstance(role, RolloutPool)
+    for key in ("slurm", "walltime") if not further else ():
         if getattr(role, key) and form == "pool":
             problem = 'form = "pool" has one allocation for all roles'
             fix = 'write it under [slurm] or [cluster], or set [cluster] form = "replica"'
@@ -488,7 +507,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
     if role.launcher == "pyxis" and not job.cluster.traits.has_pyxis:
         raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct"')
-    if form == "pool" or not role.exclusive:
+    if (form == "pool" and not further) or not role.exclusive:
         _fits_a_node(job, name, role)
 
 
@@ -556,7 +575,7 @@ def _amount(resource: str, value: int) -> str:
 
 def _faults(job: Job) -> None:
     """Check the values and the target of each fault of a job, and that the target can inject the fault."""
-    replicas = {name: role.replicas for name, role in job.every_role().items()}
+    replicas = {name: role.most for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, planned in enumerate(job.faults.planned):
         at = parse_trigger(planned.at)

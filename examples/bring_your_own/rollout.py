@@ -13,7 +13,7 @@ def main() -> None:
     policy = Policy()
     with rrl.join() as me:
         version = None
-        for work in me.work(at_most=me.job.rollout.lease):
+        for work in me.work(at_most=me.rollout.lease):
             if new := me.new_weights():
                 policy.load_state_dict(dict(rrl.unpack(new.tensors, new.flat)))
                 version = new.version

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ...cluster.base import AllocationRequest
 from ...core.faults import Fault
-from ...core.types import Cause, Incarnation, NodeName, Outcome
+from ...core.types import Cause, Incarnation, NodeName, Outcome, ReplicaId
 
 
 class Rung(StrEnum):
@@ -196,6 +196,25 @@ class Fence(Struct, frozen=True, tag=True):
         return f"{self.incarnation}!fence"
 
 
+class Resize(Struct, frozen=True, tag=True):
+    """Change which replicas a rollout pool has.
+
+    The ids in ``start`` are launched as soon as they have nodes. The ids in ``stop`` are fenced without a charge, and
+    the run no longer has them. This action only changes the recorded state.
+    """
+
+    pool: str
+    """Name of the role."""
+    start: tuple[ReplicaId, ...]
+    stop: tuple[ReplicaId, ...]
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        """Return the tag of this decision."""
+        return f"{self.pool}!resize"
+
+
 class Exclude(Struct, frozen=True, tag=True):
     """Stop using a node in this run.
 
@@ -262,7 +281,7 @@ ExternalAction = Request | Release | Launch | StopStep | InjectFault | Drain | U
 """Actions with an effect outside of the manager: the intent is journaled, then the action is carried out, then its
 result is journaled."""
 
-Decision = Fence | Exclude | Readmit | RestartAll | Finish
+Decision = Fence | Exclude | Readmit | Resize | RestartAll | Finish
 """Actions that only change the state; they take effect when their event is journaled."""
 
 Action = ExternalAction | Decision

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from ...core.run_spec import RunSpec
 from ...core.types import ReplicaId, gang_of, is_support, member_id, replica_id
 from . import events as ev
-from .actions import RestartAll
+from .actions import Fence, Resize, RestartAll, Rung
 from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
 from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
 from .state import Allocation, Node, Replica, State, Status
-from .table import put
+from .table import put, without
 
 _ROLE = "role"
 """Value of ``recovery.policy`` with which the whole run is restarted only if no smaller repair is left."""
@@ -127,6 +127,27 @@ def _fresh_replica(state: State, id: ReplicaId, incarnation: int, at: float) -> 
     if replica.status is Status.COMPLETED:
         return replica
     return Replica(id, incarnation_number=incarnation, since=at, down_since=at, ever_joined=replica.ever_joined)
+
+
+def on_resize(state: State, at: float, action: Resize) -> State:
+    """Add replicas to a pool, and remove replicas from it; the steps of the removed ones become orphans.
+
+    A removed replica keeps its incarnation number in ``past_incarnations``, should the pool get it again.
+    """
+    role, numbers = state.job.role(action.pool), dict(state.past_incarnations)
+    for id in (member_id(id, rank) for id in action.stop for rank in range(role.ranks)):
+        if (replica := state.replicas.get(id)) is None:
+            continue
+        if replica.is_current:
+            state = on_fence(state, at, Fence(replica.incarnation, Rung.DEGRADED, action.why, charged=False))
+        numbers[id] = replica.incarnation_number
+        requests = without(state.requested_restarts, id, gang_of(id))
+        state = replace(state, replicas=without(state.replicas, id), requested_restarts=requests)
+    for id in (member_id(id, rank) for id in action.start for rank in range(role.ranks)):
+        if id not in state.replicas:
+            replica = Replica(id, incarnation_number=numbers.pop(id, 0), since=at, down_since=at)
+            state = replace(state, replicas=put(state.replicas, id, replica))
+    return replace(state, past_incarnations=numbers)
 
 
 def on_restart_all(state: State, at: float, action: RestartAll) -> State:

@@ -19,6 +19,7 @@ from .actions import (
     Readmit,
     Release,
     Request,
+    Resize,
     RestartAll,
     Shrink,
     StopStep,
@@ -26,7 +27,7 @@ from .actions import (
     fault_tag,
 )
 from .figures import idle_times
-from .reduce_commands import members_of, on_command, on_fault_requested, on_restart_all, on_resumed
+from .reduce_commands import members_of, on_command, on_fault_requested, on_resize, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,
     on_exclude,
@@ -146,6 +147,8 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
         return on_readmit(state, at, action)
     if isinstance(action, RestartAll):
         return on_restart_all(state, at, action)
+    if isinstance(action, Resize):
+        return on_resize(state, at, action)
     return on_fence(state, at, action)
 
 

@@ -345,6 +345,17 @@ class RejectedRequest(Struct, frozen=True):
     """Manager's time (s) since which the cluster answers no request of the node group; None if it answered this one."""
 
 
+class PoolState(Struct, frozen=True):
+    """What is recorded about an elastic rollout pool, apart from its replicas and its allocations."""
+
+    resized_step: int = 0
+    """Training step that was committed when the planner last changed the number of replicas."""
+    held: int | None = None
+    """Number of replicas that a user has set; None if the planner chooses it."""
+    spent_node_s: float = 0.0
+    """Node seconds that the pool's ended allocations have used, over all resumes."""
+
+
 MAX_EVALUATIONS = 64
 """Maximum number of evaluations in the state: the first evaluation and the newest evaluations."""
 
@@ -374,8 +385,8 @@ class State(Struct, frozen=True, dict=True):
     launched: bool = False
     """True if a role was launched since the run began or was last resumed."""
     past_incarnations: dict[ReplicaId, int] = {}
-    """Newest incarnation number of each replica that the job no longer has after a resume, so that no number is used
-    twice."""
+    """Newest incarnation number of each replica that the job no longer has, after a resume or because its pool became
+    smaller, so that no number is used twice."""
     ended: float | None = None
     """Manager's time (s) at which the run ended."""
     paused_s: float = 0.0
@@ -406,6 +417,8 @@ class State(Struct, frozen=True, dict=True):
     replicas: Mapping[ReplicaId, Replica] = {}
     nodes: Mapping[NodeName, Node] = {}
     allocations: Mapping[str, Allocation] = {}
+    pools: dict[str, PoolState] = {}
+    """Records of the elastic rollout pools, by role."""
     cluster_unknown: str = ""
     """Why the cluster's present state is unknown; empty if it is known."""
     cluster_unknown_since: float = 0.0

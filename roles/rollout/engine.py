@@ -11,7 +11,7 @@ a class or of a function, and is called with three arguments: the worker ``me``,
 The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
 allocates it), for an engine that computes with it, or that needs names and shapes. It is None if rrl cannot build the
 model of ``[model] path``, such as a mixture of experts that a trainer of the user's trains; the engine then loads the
-folder as it can. ``me.job.rollout`` has the settings.
+folder as it can. ``me.rollout`` has the settings.
 :mod:`.torch_engine` is the shorter example, :mod:`.vllm` another.
 """
 
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import rrl
 
 from ...config.import_paths import ENGINE_ARGUMENTS, ENGINES
-from ...core.run_spec import RunSpec
 from ...core.types import Version
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, import_row
@@ -54,9 +53,9 @@ class Sampling(Struct, frozen=True):
     both cases."""
 
 
-def sampling_of(job: RunSpec) -> Sampling:
-    """Return the settings of sampling of a job."""
-    return Sampling(job.sampling.temperature, job.rollout.segment_tokens)
+def sampling_of(me: rrl.Worker) -> Sampling:
+    """Return the settings of sampling of a rollout."""
+    return Sampling(me.job.sampling.temperature, me.rollout.segment_tokens)
 
 
 class Engine(Protocol):
@@ -130,7 +129,7 @@ def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -
 
     Both end the process with exit code 2 and a message of one line if the engine is not as this module describes.
     """
-    name, rows = me.job.rollout.engine, {key: row.prepare for key, row in ENGINES.items()}
+    name, rows = me.rollout.engine, {key: row.prepare for key, row in ENGINES.items()}
     with exits_on_invalid_config(TaskError):
         named = import_row(name, rows, Path(me.launch.cwd), "engine", "roles.rollout", ENGINE_ARGUMENTS)
     build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)

@@ -208,10 +208,10 @@ def _builder(me: rrl.Worker) -> Callable[[], Engine]:
 
     Ends the process with exit code 2 and a message of one line if the configuration is invalid.
     """
-    torch.set_num_threads(me.job.rollout.threads)
+    torch.set_num_threads(me.rollout.threads)
     with exits_on_invalid_config():
         spec, tokenizer = me.job.model, open_tokenizer(me.job.model)
-        row, path = ENGINES.get(me.job.rollout.engine), spec.path
+        row, path = ENGINES.get(me.rollout.engine), spec.path
         needed = path is None or why_unsupported(Path(path)) is None or (row is not None and row.builds_model)
         model = skeleton(spec, tokenizer.size, compute_dtype(spec)) if needed else None
     return load_engine(me, model, tokenizer)

@@ -34,11 +34,7 @@ def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[
         materialise(model, device)
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
-            model,
-            stop_tokens=tokenizer.stop_tokens,
-            seed=seed,
-            sampling=sampling_of(me.job),
-            lease=me.job.rollout.lease,
+            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=sampling_of(me), lease=me.rollout.lease
         )
 
     return build

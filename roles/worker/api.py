@@ -21,7 +21,7 @@ from ...core.launch import HEARTBEAT_INTERVAL_ENV, LAUNCH_ENV, Launch, read_laun
 from ...core.log_lines import start_logging
 from ...core.phases import BETWEEN, STOPPING
 from ...core.run_dir import OwnPath, RunDir
-from ...core.run_spec import RunSpec
+from ...core.run_spec import RolloutSettings, RunSpec
 from ...core.shares import checked_share
 from ...core.text import exit_invalid_config, shortened
 from ...core.types import DataReport, NodeName, ReplicaId, Version
@@ -64,6 +64,8 @@ class Worker:
         self.job: RunSpec = read_run_spec(run.run_spec)
         """The whole job with every default: ``me.job.sampling.temperature``, ``me.job.trainer.learning_rate``."""
         role, heartbeat = self.job.role(launch.role), float(os.environ.get(HEARTBEAT_INTERVAL_ENV, "1"))
+        self.rollout: RolloutSettings = self.job.rollouts.get(role.name, RolloutSettings())
+        """The settings of this process's rollout pool: ``me.rollout.lease``."""
         self.options: Mapping[str, Any] = role.options
         """The ``options`` of this role's ``[commands.NAME]``; empty if the role is not defined there."""
         self._built_in = role.built_in

@@ -115,10 +115,11 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
 ) -> None:
     model = msgspec.structs.replace(SPEC, head_dim=16, tokenizer=TokenizerSpec(tuple("0123456789")))
     role = RoleSpec("rollout", "rollout", 1, 1, Resources(mem=MEMORY), True, ())
-    job = RunSpec("x", 1, "local", (role,), (), model=model, rollout=RolloutSettings("vllm", lease=16))
+    job = RunSpec("x", 1, "local", (role,), (), model=model)
     incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     me = SimpleNamespace(  # no __enter__, so that joining would fail
         job=job,
+        rollout=RolloutSettings("vllm", lease=16),
         launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0, cwd=str(tmp_path)),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )

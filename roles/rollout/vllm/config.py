@@ -62,7 +62,7 @@ class InvalidEngineConfig(Exception):
 
 def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Configure vLLM, and return the function that builds the engine as :mod:`..engine` describes it."""
-    spec, settings = me.job.model, me.job.rollout
+    spec, settings = me.job.model, me.rollout
     set_environment(settings.threads)
     try:
         config = configure(
@@ -82,7 +82,7 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
     def build() -> Engine:
         from .engine import VllmEngine  # vLLM is imported only now, with its environment set
 
-        stop_tokens, sampling = tokenizer.stop_tokens, sampling_of(me.job)
+        stop_tokens, sampling = tokenizer.stop_tokens, sampling_of(me)
         return VllmEngine(config, model, stop_tokens=stop_tokens, sampling=sampling, lease=settings.lease)
 
     return build

@@ -17,7 +17,7 @@ from rrl.roles.rollout.engine import StepOutput
 class PlainEngine:
     def __init__(self, me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> None:
         materialise(model, torch.device("cpu"))
-        self._model, self._stop_tokens, self._lease = model.eval(), tokenizer.stop_tokens, me.job.rollout.lease
+        self._model, self._stop_tokens, self._lease = model.eval(), tokenizer.stop_tokens, me.rollout.lease
         self._items: list[rrl.Item] = []
         self._version, self._extras = rrl.Version(0, 0), me.job.sampling.extras
         Path("engine.txt").write_text(str(me.launch.incarnation))

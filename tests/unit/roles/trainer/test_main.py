@@ -20,7 +20,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ModelSpec, RunSpec, TaskSpec, TokenizerSpec
+from rrl.core.run_spec import ModelSpec, RolloutSettings, RunSpec, TaskSpec, TokenizerSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import describe, fresh_folder
 from rrl.roles.launcher.end_report import Unrepairable
@@ -97,6 +97,7 @@ class _Worker:
         self.launch = Launch("tag", folder, incarnation, NodeName("n"), (), {}, folder, 1.0, False)
         self.run_dir = run_dir
         self.job = _job(checkpoint_every)
+        self.rollout = RolloutSettings()
         self.uncommitted = UncommittedSteps(None)
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
@@ -533,7 +534,7 @@ class _RolloutWorker(_Worker):
         """Ignore the handler, because no test here sends a probe."""
 
     def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
-        assert at_most == self.job.rollout.lease
+        assert at_most == self.rollout.lease
         assert wait, "the rollout has requested work while its engine is busy"
         if not self._leases:
             self.stopping.set()
@@ -544,7 +545,7 @@ class _RolloutWorker(_Worker):
         return items
 
     def start_append(self, segments: Sequence[Segment], finished: Sequence[int], lease: int) -> SimpleNamespace:
-        assert lease <= self.job.rollout.lease
+        assert lease <= self.rollout.lease
         self.segments[-1] += segments
         self.finished[-1] += finished
         self.appends.append(segments)
