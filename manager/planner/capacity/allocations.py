@@ -186,7 +186,7 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 
 
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
-    """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
+    """Return the number of spare nodes that the pool needs beyond its replicas' nodes; extras leave a node spare.
 
     If replicas must move off an allocation that ends, all spare nodes of the job are requested again. Otherwise only
     spare nodes that were excluded for their hardware are replaced. A spare node that a replica now uses is not
@@ -198,7 +198,7 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
     lost = len(_lost_spares(state, node_group))
     if not rotates and not lost:
         return 0
-    occupied = inventory.occupied.keys() | {
+    occupied = (inventory.occupied.keys() - inventory.extra_nodes) | {
         candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())
     }
     free = sum(
@@ -209,7 +209,7 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
 
 
 def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
-    """Return the nodes of a group that the run excluded for their hardware while no replica was on them.
+    """Return the nodes of a group that the run excluded for their hardware while no replica but extras was on them.
 
     A node that is unfit for another reason is not replaced, because the next node would be no better.
     """
