@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ....core.types import AGENT, NodeName, Outcome, ReplicaId, gang_of
+from ....core.types import AGENT, NodeName, Outcome, ReplicaId, gang_of, role_of
 from ...model.actions import Decision, Fence, Finish, LowerRungs, Resize, RestartAll, Rung, Why, every_lower
 from ...model.queries import finding_about, place_of
 from ...model.state import Replica, State, Status
@@ -130,25 +130,30 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
 
     As many of them as there are extras leave the run. The others are launched again on other nodes.
     """
-    decisions: dict[ReplicaId, Decision] = {}
+    stop: list[ReplicaId] = []
+    fences: dict[ReplicaId, Decision] = {}
+    evidence: list[str] = []
     roles = {role.name for role in state.job.roles if role.warm}
     gangs = (members for members in inventory.gangs if members[0].role in roles)
     for member in (member for members in gangs for member in members if member.status is Status.WANTED):
         for rollout in inventory.rollouts_to_displace(member):
-            if rollout.id in decisions:
+            if rollout.id in stop or rollout.id in fences:
                 continue
-            node, stopped = place_of(rollout), sum(isinstance(decision, Resize) for decision in decisions.values())
-            evidence = (f"{member.id} is wanted on {node}, where a standby process can be promoted to it",)
-            if stopped < len(inventory.extras):
-                why = Why(evidence, expects=f"{member.id} joins on {node}")
-                decisions[rollout.id] = Resize(rollout.role, (), (rollout.id,), why)
+            node = place_of(rollout)
+            needed = f"{member.id} is wanted on {node}, where a standby process can be promoted to it"
+            if len(stop) < len(inventory.extras):
+                stop.append(rollout.id)
+                evidence.append(needed)
                 continue
             time_limit = state.job.limits.allocation + state.job.limits.join
             expects = f"{rollout.id} joins again on another node"
             lower = (LowerRungs((Rung.IN_PLACE,), f"{node} not to be needed for {member.id}"),)
-            why = Why(evidence, Rung.STANDBY, expects, now + time_limit, lower)
-            decisions[rollout.id] = Fence(rollout.incarnation, Rung.STANDBY, why, charged=False)
-    return list(decisions.values())
+            why = Why((needed,), Rung.STANDBY, expects, now + time_limit, lower)
+            fences[rollout.id] = Fence(rollout.incarnation, Rung.STANDBY, why, charged=False)
+    if not stop:
+        return list(fences.values())
+    why = Why(tuple(dict.fromkeys(evidence)), expects=f"{len(inventory.extras) - len(stop)} rollouts are left on spares")
+    return [Resize(role_of(stop[0]), (), tuple(stop), why), *fences.values()]
 
 
 # ── repairs of a failed member ───────────────────────────────────────────────────────────────────────────────────────
