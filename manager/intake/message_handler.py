@@ -25,7 +25,7 @@ from ...transport.control.endpoints import Incoming
 from ..context import RunContext
 from ..model import events as ev
 from ..model.events import Event, IntentSettled
-from ..model.queries import current_owner, promoted_to, shares_node, step_alias
+from ..model.queries import current_owner, promoted_to, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .finding_gate import FindingGate, is_agent_of
@@ -347,13 +347,12 @@ class MessageHandler:
         else:
             self._peers.workers[incarnation] = incoming.peer
             self.standby_promoter.forget(replica.promoted_from)
-        owns_gpus = not (standby and shares_node(state.job, incarnation.replica))
-        if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
+        if not standby and (finding := self._gpus.claim(message, state, now)) is not None:
             self._context.record(
                 ev.FindingChanged(finding)
             )  # the planner will fence the process for this finding, so it gets no Welcome
             return
-        if owns_gpus:
+        if not standby:
             await self.standby_promoter.send_postponed()
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         addresses = (message.listen_address, message.weight_address, message.rendezvous_address)

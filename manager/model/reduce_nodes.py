@@ -11,6 +11,7 @@ from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from ...core.types import NodeName, Resources, Verdict, is_support
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
+from .queries import extra_rollouts
 from .reduce_replicas import RETRY_PAUSE_S, with_replica
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
 from .table import put, without
@@ -309,8 +310,8 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
-    here = [replica for replica in state.replicas.values() if replica.node == node.name]
-    occupied = any(replica.is_current and not is_support(replica.id) for replica in here)
+    extras = extra_rollouts(state)
+    here = [replica for replica in state.workers if replica.node == node.name and replica.is_current]
     node = replace(
         node,
         excluded=why,
@@ -318,7 +319,7 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
         exclusions=node.exclusions + 1,
         cause=action.cause,
         proved=action.proof,
-        lost_spare=not occupied and not action.by,
+        lost_spare=all(replica in extras for replica in here) and not action.by,
         drain_requested_by=action.by,
         drain_error="",
         release_result=None,

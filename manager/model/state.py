@@ -223,7 +223,8 @@ class Node(Struct, frozen=True):
     cause: Cause | None = None
     """Cause of the exclusion, if one was found."""
     lost_spare: bool = False
-    """True if the run, not a user, excluded the node while no replica was on it. The run then lacks a spare node."""
+    """True if the run, not a user, excluded the node while no replica but extras was on it. The run then lacks a spare
+    node."""
     drain_requested_by: str = ""
     """User who requested the node's drain; the node is not used again before a user undrains it."""
     drain_requested_at: float = 0.0

@@ -8,9 +8,9 @@ from itertools import groupby
 import msgspec
 
 from ....core.run_spec import NodeGroup
-from ....core.types import NodeName, Outcome, gang_of
+from ....core.types import NodeName, Outcome, gang_of, role_of
 from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Rung, Why
-from ...model.queries import gang, open_requests
+from ...model.queries import extras_role, gang, open_requests, place_of
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
 from .allocation_requests import (
@@ -186,7 +186,7 @@ def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
 
 
 def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment, node_group: NodeGroup) -> int:
-    """Return the number of spare nodes that the pool needs beyond its replicas' nodes.
+    """Return the number of spare nodes that the pool needs beyond its replicas' nodes; extras leave a node spare.
 
     If replicas must move off an allocation that ends, all spare nodes of the job are requested again. Otherwise only
     spare nodes that were excluded for their hardware are replaced. A spare node that a replica now uses is not
@@ -196,9 +196,9 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
         return 0
     rotates = any(replica.role in node_group.roles for replica in assigned.unmovable)
     lost = len(_lost_spares(state, node_group))
-    if not rotates and not lost:
+    if not rotates and (not lost or _starts_extras(state, assigned)):
         return 0
-    occupied = inventory.occupied.keys() | {
+    occupied = (inventory.occupied.keys() - inventory.extra_nodes) | {
         candidate.node for candidate in (*assigned.targets.values(), *assigned.moves.values())
     }
     free = sum(
@@ -208,8 +208,15 @@ def _missing_spares(state: State, inventory: NodeInventory, assigned: Assignment
     return missing if rotates else min(lost, missing)
 
 
+def _starts_extras(state: State, assigned: Assignment) -> bool:
+    """Return whether rollouts are about to be launched on free nodes, which may leave these nodes spare."""
+    role = extras_role(state.job)
+    ids = (id for id in assigned.targets if role is not None and role_of(id) == role.name)
+    return any(place_of(state.replica(id)) is None for id in ids)
+
+
 def _lost_spares(state: State, node_group: NodeGroup) -> list[NodeName]:
-    """Return the nodes of a group that the run excluded for their hardware while no replica was on them.
+    """Return the nodes of a group that the run excluded for their hardware while no replica but extras was on them.
 
     A node that is unfit for another reason is not replaced, because the next node would be no better.
     """

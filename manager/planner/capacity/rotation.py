@@ -86,8 +86,7 @@ def redundant_allocations(
     releases: list[Release] = []
     wake = NEVER
     occupied = {node for node, occupants in inventory.occupied.items() if occupants}
-    planned = (assigned.targets, assigned.moves, assigned.retries, assigned.blocked_moves)
-    occupied |= {candidate.node for candidates in planned for candidate in candidates.values()}
+    occupied |= assigned.planned_nodes
     for node_group in state.job.node_groups:
         empty = [
             a

@@ -8,7 +8,7 @@ import msgspec
 
 from rrl.config.job.resolve import pool_nodes
 from rrl.core.faults import Fault
-from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec, TagsSpec
 from rrl.core.types import ReplicaId, Resources
 
 RUN = "small-1"
@@ -60,7 +60,7 @@ def gang_job(
     ranks: int = 4,
     per_node: int = 2,
     *,
-    standbys: int = 0,
+    donors: bool = False,
     warm: bool = True,
     rollouts: int = 3,
     min_rollouts: int = 1,
@@ -69,9 +69,12 @@ def gang_job(
     limits: Limits | None = None,
     recovery: Recovery | None = None,
     faults: Sequence[Fault] = (),
-    engines: bool = False,
+    extras: bool = False,
 ) -> RunSpec:
-    """Return the small job with a trainer of ``ranks`` ranks; with ``engines``, rollouts have standby processes too."""
+    """Return the small job with a trainer of ``ranks`` ranks, which may take the nodes of spares.
+
+    With ``donors`` it may also take nodes of rollouts; with ``extras`` spares generate.
+    """
     small = job(
         rollouts=rollouts,
         min_rollouts=min_rollouts,
@@ -82,14 +85,15 @@ def gang_job(
         faults=faults,
     )
     roles = tuple(
-        msgspec.structs.replace(role, ranks=ranks, per_node=per_node, warm=warm, donor_rollouts=standbys)
-        if role.name == "trainer"
-        else msgspec.structs.replace(role, warm=engines and role.name == "rollout")
+        msgspec.structs.replace(role, ranks=ranks, per_node=per_node, warm=warm) if role.name == "trainer" else role
         for role in small.roles
     )
     nodes = pool_nodes(roles, NODE) + spares
     return msgspec.structs.replace(
-        small, roles=roles, node_groups=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, min_nodes=nodes),)
+        small,
+        roles=roles,
+        node_groups=(msgspec.structs.replace(small.node_groups[0], nodes=nodes, min_nodes=nodes),),
+        tags=TagsSpec(("rollout", "train") if extras else ("train",), ("train",) if donors else ()),
     )
 
 
