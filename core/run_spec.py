@@ -6,6 +6,7 @@ used. The journal contains it, so that ``rrl status`` needs neither pydantic nor
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -419,6 +420,18 @@ class SamplingSpec(Struct, frozen=True):
     """Maximum number of bytes of the extras of a step."""
 
 
+def batches_ahead(ahead: int, staleness: int | None, trajectories: int, places: int) -> int:
+    """Return how many batches of ``trajectories`` trajectories rollouts may work ahead (``[sampling] ahead``).
+
+    Rollouts that have places for more than one batch may work ahead as many batches as fill their places, but at most
+    ``staleness``. Otherwise most of a large fleet would wait for work. Without a limit on staleness, ``ahead`` alone
+    bounds the age of tokens and is not raised.
+    """
+    if staleness is None or places <= trajectories:
+        return ahead
+    return max(ahead, min(math.ceil(places / trajectories), staleness))
+
+
 class EvalSpec(Struct, frozen=True):
     """Evaluations during the run (:class:`rrl.config.job.schema.EvalTable`)."""
 
@@ -606,7 +619,12 @@ class RunSpec(Struct, frozen=True):
     @property
     def steps_in_store(self) -> int:
         """Return how many steps the store may hold the data of: unbound, uncommitted, and two committed ones."""
-        return self.sampling.ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
+        places = sum((r.max_replicas or r.replicas) * self.rollouts[r.name].lease for r in self.kind("rollout"))
+        sampling = self.sampling
+        ahead = batches_ahead(
+            sampling.ahead, sampling.staleness, sampling.prompts_per_step * sampling.group_size, places
+        )
+        return ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
 
     @property
     def nodes(self) -> int:
