@@ -36,6 +36,8 @@ NODE_HOURS = 4.0
 """Budget that does not bind: the reserved walltime of all replicas."""
 TIGHT_NODE_HOURS = 240.0 / 3600
 """Budget of the arm ``tight``: four nodes for a minute. It binds."""
+ELASTIC_JOIN_S = 10
+"""``[limits] join`` of elastic arms (s). A pool does not grow in the last three times this long of a run."""
 RUN_TIMEOUT_S = 600.0
 
 
@@ -117,6 +119,7 @@ def job(
     rollout: str = "",
     store: str = "",
     extra: str = "",
+    join_s: int = 60,
 ) -> str:
     """Return job.toml of a run without a model; ``trainer``, ``rollout`` and ``store`` are the keys of these roles."""
     exclusive = json.dumps(not one_node)
@@ -162,7 +165,7 @@ poll = "1s"
 lease = "5s"
 quiet = "10s"
 step_grace = "3s"
-join = "60s"
+join = "{join_s}s"
 {extra}
 """
 
@@ -181,6 +184,7 @@ def growth_job(arm: Arm, seed: int, cluster: str) -> str:
         trainer=f"warm = false\ncommand = {role_command('trainer', step_s=STEP_S)}",
         rollout=f"lease = {PLACES}\ncommand = {generating}",
         extra=pool,
+        join_s=ELASTIC_JOIN_S if arm.is_elastic else 60,
     )
 
 
