@@ -79,8 +79,8 @@ def resize(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
 def _resize(
     role: RoleSpec, gangs: list[list[Replica]], start: tuple[ReplicaId, ...], stop: tuple[ReplicaId, ...], evidence: str
 ) -> Resize:
-    number = len(gangs) + len(start) - len(stop)
-    return Resize(role.name, start, stop, Why((f"{evidence}, {len(gangs)} before",), expects=f"{number} replicas"))
+    expects = plural(len(gangs) + len(start) - len(stop), "replica")
+    return Resize(role.name, start, stop, Why((f"{evidence}, {len(gangs)} before",), expects=expects))
 
 
 def _by_rule(job: RunSpec, role: RoleSpec, figures: Balance, others: dict[str, int], count: int) -> tuple[int, str]:

@@ -254,6 +254,8 @@ def _loss_evidence(state: State, replica: Replica) -> str:
     node = state.nodes.get(replica.node or NodeName(""))
     if node is None or replica.allocation not in state.allocations:
         return f"{replica.node} is no longer in an allocation of this run"
+    if node.name in state.node_commands:
+        return f"{node.name} is to be drained, requested by {state.node_commands[node.name][1]}"
     return "" if node.excluded is None else f"{node.name} is excluded: {node.excluded}"
 
 
