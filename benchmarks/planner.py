@@ -208,7 +208,7 @@ def working_run(ranks: int, rollouts: int, spares: int = 0) -> State:
         **{member_id(ReplicaId("trainer/0"), rank): of_trainer[rank // _GPUS] for rank in range(ranks)},
         **{replica_id("rollout", index): of_rollouts[index] for index in range(rollouts)},
         **{replica_id(AGENT, name): name for name in names},
-        **{standby_id("trainer", name, slot): name for name in of_trainer for slot in range(_GPUS)},
+        **{standby_id(name, slot): name for name in of_trainer for slot in range(_GPUS)},
     }
     request = Request(initial_requests(_RUN, job)[0], Why(("no nodes",)))
     granted = AllocationStatus(AllocationState.RUNNING, "7", names)

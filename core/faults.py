@@ -226,8 +226,8 @@ def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], dr
     """
     if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
-    role = target or draw.choice(sorted(replicas))
-    return f"{role}/{draw.randrange(replicas[role])}" if role in replicas else target
+    role = target or draw.choice(sorted(role for role, number in replicas.items() if number))
+    return f"{role}/{draw.randrange(replicas[role])}" if replicas.get(role) else target
 
 
 class FaultProblem(StrEnum):

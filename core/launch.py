@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from .run_spec import RunSpec
-from .types import TRAINER, Incarnation, NodeName, RaisedException, role_of, standby_role_of
+from .types import TRAINER, Incarnation, NodeName, RaisedException, role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
@@ -100,16 +100,8 @@ class Launch(Struct, frozen=True):
 
     @property
     def role(self) -> str:
-        """Return the role of the member, or the role that a standby process can be promoted to."""
-        return standby_role_of(self.incarnation.replica) if self.standby else role_of(self.incarnation.replica)
-
-    @property
-    def shares_node(self) -> bool:
-        """Return whether this is a standby process beside working replicas: it may use a GPU only once it is promoted.
-
-        Other standby processes have a node's resources for themselves.
-        """
-        return self.standby and self.role == role_of(TRAINER)
+        """Return the role of the member; for a standby process, the role that it can be promoted to."""
+        return role_of(TRAINER if self.standby else self.incarnation.replica)
 
 
 class InvalidConfig(Struct, frozen=True, tag=True):

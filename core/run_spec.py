@@ -109,9 +109,7 @@ class RoleSpec(Struct, frozen=True):
     per_node: int = 1
     """Largest number of members of a replica that share a node."""
     warm: bool = False
-    """True if nodes keep standby processes of the role, which wait in :func:`rrl.join`."""
-    donor_rollouts: int = 0
-    """Number of rollouts whose nodes keep a standby process of the trainer, which takes the node over when promoted."""
+    """True if nodes keep standby processes of the role, the trainer, which wait in :func:`rrl.join`."""
     max_replicas: int | None = None
     """Largest number of replicas of an elastic rollout pool, which begins with ``replicas``; None if the number is
     fixed."""
@@ -138,15 +136,6 @@ class RoleSpec(Struct, frozen=True):
         return self.name if self.kind == "command" else self.kind
 
     @property
-    def standby_shares_node(self) -> bool:
-        """Return whether standby processes of this role wait on nodes where other roles work.
-
-        Standby processes of the trainer use nothing of the node until their promotion. Standby processes of other roles
-        hold the resources of a full member, GPUs too, and wait only on spare nodes.
-        """
-        return self.traits.trains
-
-    @property
     def nodes(self) -> int:
         """Return the number of nodes of each replica of an exclusive role."""
         return -(-self.ranks // self.per_node)
@@ -162,7 +151,7 @@ class RoleSpec(Struct, frozen=True):
         if self.exclusive:
             return 1
         pairs = ((node.cpus, self.per_member.cpus), (node.gpus, self.per_member.gpus), (node.mem, self.per_member.mem))
-        return min((self.replicas, *(available // needed for available, needed in pairs if needed)))
+        return min((available // needed for available, needed in pairs if needed), default=1)
 
 
 class ContainerSpec(Struct, frozen=True):

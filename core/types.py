@@ -30,7 +30,7 @@ TRAINER = ReplicaId("trainer/0")
 """The trainer, or the first member of its gang."""
 
 STANDBY_ROLE = "standby"
-"""The role name of a standby process, which waits on a node to be promoted (:func:`standby_id`)."""
+"""The role name of a standby process, which waits on a node to be promoted to a member of the trainer."""
 
 
 _NAME_CACHE_SIZE = 65536
@@ -76,22 +76,12 @@ def role_of(replica: ReplicaId) -> str:
     return replica.partition("/")[0]
 
 
-def standby_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
-    """Return the id of the process on ``node`` that waits to be promoted to ``role``.
+def standby_id(node: NodeName, slot: int | None = None) -> ReplicaId:
+    """Return the id of the process on ``node`` that waits to be promoted to a member of the trainer.
 
-    The id is ``standby/<node>`` for the trainer and ``standby/<node>:rollout`` for another role. ``slot`` distinguishes
-    several standby processes of a role on one node: ``standby/<node>:<slot>``, ``standby/<node>:rollout.<slot>``.
+    The id is ``standby/<node>``, or ``standby/<node>:<slot>`` if there may be several on the node.
     """
-    parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
-    mark = ".".join(part for part in parts if part)
-    return replica_id(STANDBY_ROLE, f"{node}:{mark}" if mark else node)
-
-
-@lru_cache(maxsize=_NAME_CACHE_SIZE)
-def standby_role_of(standby: ReplicaId) -> str:
-    """Return the role that a standby process can be promoted to."""
-    mark = index_of(standby).partition(":")[2].partition(".")[0]
-    return role_of(TRAINER) if not mark or mark.isdigit() else mark
+    return replica_id(STANDBY_ROLE, node if slot is None else f"{node}:{slot}")
 
 
 def index_of(replica: ReplicaId) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.types import STANDBY_ROLE, Incarnation, NodeName, is_trainer, rank_of, role_of, standby_role_of
+from ..core.types import STANDBY_ROLE, Incarnation, NodeName, is_trainer, rank_of, role_of
 from ..transport.messages import Peer, Peers, Welcome
 from .context import RunContext
 from .model.state import Replica, State, Status
@@ -90,10 +90,6 @@ def _may_commit(state: State, replica: Replica) -> bool:
     return any(orphan.incarnation == replica.incarnation for orphan in state.orphan_steps.values())
 
 
-def _is_trainer_standby(state: State, replica: Replica) -> bool:
-    return replica.role == STANDBY_ROLE and state.job.role(standby_role_of(replica.id)).traits.trains
-
-
 def _snapshot_servers(state: State) -> dict[NodeName, str]:
     """Return the snapshot servers' addresses on the nodes of the trainer and of its standby processes.
 
@@ -102,7 +98,7 @@ def _snapshot_servers(state: State) -> dict[NodeName, str]:
     nodes = {
         replica.node or replica.preferred_node
         for replica in state.replicas.values()
-        if is_trainer(replica.id) or (replica.is_current and _is_trainer_standby(state, replica))
+        if is_trainer(replica.id) or (replica.is_current and replica.role == STANDBY_ROLE)
     }
     candidates = (state.nodes[node] for node in nodes if node is not None and node in state.nodes)
     return {

@@ -46,7 +46,7 @@ def placed(
             gangs[gang] = Gang(gang, role, table, members_of(gang, 1, gang_nodes, table.gpus or 0, probed), random)
             gangs[gang].launch_at = random.uniform(0.0, _SOON)
             for one in gang_nodes if table.standby else ():
-                standby = standby_id(role, one.name)
+                standby = standby_id(one.name)
                 waiting = RoleTable(rhythm=STANDBY_RHYTHM, once=(), starts=table.starts)
                 members = members_of(standby, 1, [one], 0, probed=False)
                 gangs[standby] = Gang(standby, STANDBY_ROLE, waiting, members, chance(f"{standby}:1"))

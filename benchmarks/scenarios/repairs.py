@@ -35,7 +35,7 @@ def restart(world: World, gang: Gang) -> None:
         gang.id, gang.incarnation, [one.node for one in gang.members], gang.table.gpus or 0, gang.members[0].probed
     )
     waits = [_settle(world, gang, member) for member in gang.members]
-    standbys = [world.gangs.get(standby_id(gang.role, member.node.name)) for member in gang.members]
+    standbys = [world.gangs.get(standby_id(member.node.name)) for member in gang.members]
     if gang.table.standby and all(one is not None and one.alive for one in standbys):
         gang.promoted_from = [one.members[0].incarnation for one in standbys if one is not None]
         for one in standbys:

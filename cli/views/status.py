@@ -16,17 +16,7 @@ from ...cluster.base import NodeState
 from ...core.phases import STANDBY
 from ...core.run_spec import INTEROPERABLE_TRANSPORTS
 from ...core.text import plural, span
-from ...core.types import (
-    AGENT,
-    STANDBY_ROLE,
-    GpuUse,
-    NodeName,
-    Outcome,
-    OutsideKind,
-    Verdict,
-    natural_sort_key,
-    standby_role_of,
-)
+from ...core.types import AGENT, STANDBY_ROLE, GpuUse, NodeName, Outcome, OutsideKind, Verdict, natural_sort_key
 from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from ...manager.model.queries import progress, reached_step, weights_lag_steps
@@ -367,16 +357,9 @@ def _nodes(state: State) -> Text:
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
-    for role in (role for role in state.job.roles if role.warm):
-        ready = [
-            r
-            for r in state.replicas.values()
-            if r.role == STANDBY_ROLE and standby_role_of(r.id) == role.name and r.phase == STANDBY and r.is_current
-        ]
-        nodes = {r.node for r in ready}
-        if waiting := [n.name for n in good if n.name in nodes]:
-            name = "standby" if role.standby_shares_node else role.name
-            text.append(f"  warm {name} on {folded(waiting)}", "green")
+    ready = {r.node for r in state.replicas.values() if r.role == STANDBY_ROLE and r.phase == STANDBY and r.is_current}
+    if waiting := [n.name for n in good if n.name in ready]:
+        text.append(f"  warm standby on {folded(waiting)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     troubles: dict[str, list[str]] = {}

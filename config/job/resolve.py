@@ -166,22 +166,9 @@ def _tags(job: Job) -> run_spec.TagsSpec:
     return msgspec.convert({"spare": spare, "rollout": job.tags.rollout}, run_spec.TagsSpec)
 
 
-def _donor_rollouts(job: Job, role: Role) -> int:
-    """Return the number of rollouts whose nodes keep a standby process of the trainer."""
-    if not isinstance(role, TrainerRole) or not role.warm or "train" not in job.tags.rollout:
-        return 0
-    return -(-role.ranks // role.ranks_per_node)
-
-
 def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
     return tuple(
-        _role(
-            name,
-            role,
-            python if role.launcher == "direct" else job.container.python,
-            job.container.image,
-            _donor_rollouts(job, role),
-        )
+        _role(name, role, python if role.launcher == "direct" else job.container.python, job.container.image)
         for name, role in job.every_role().items()
     )
 
@@ -192,7 +179,7 @@ def _kind(name: str, role: Role) -> run_spec.RoleKind:
     return "command" if isinstance(role, CommandRole) else msgspec.convert(name, run_spec.RoleKind)
 
 
-def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts: int) -> RoleSpec:
+def _role(name: str, role: Role, python: str, image: str | None) -> RoleSpec:
     return RoleSpec(
         name=name,
         kind=_kind(name, role),
@@ -209,7 +196,6 @@ def _role(name: str, role: Role, python: str, image: str | None, donor_rollouts:
         ranks=role.ranks,
         per_node=role.ranks_per_node,
         warm=isinstance(role, TrainerRole) and role.warm,
-        donor_rollouts=donor_rollouts,
         max_replicas=role.most if isinstance(role, RolloutPool) and role.is_elastic else None,
         node_seconds=3600.0 * (role.node_hours or 0.0) if isinstance(role, RolloutPool) else 0.0,
         built_in=role.program is None,

@@ -21,10 +21,10 @@ from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH_ENV, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
-from ...core.types import AGENT, STANDBY_ROLE, Resources, role_of, standby_role_of
+from ...core.types import AGENT, STANDBY_ROLE, TRAINER, Resources, role_of
 from ...transport.address import NETWORK_ENV
 from ..model.actions import Launch as LaunchAction
-from ..model.queries import readers_for, requires_admission, shares_node
+from ..model.queries import readers_for, requires_admission
 from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
@@ -174,20 +174,15 @@ def _has_lost_nodes(state: State, action: LaunchAction) -> bool:
 
 
 def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """Return the launch file and the step of a standby process, which runs the command of the role that it may join.
+    """Return the launch file and the step of a standby process, which runs the command of the trainer.
 
-    A standby process of a rollout runs its engine and takes the resources of the rollout that it will become. A standby
-    process of the trainer shares its node with other steps. Its step requests all GPUs of the node, and the Promote
-    message names the GPUs that the promoted process must use.
+    It shares its node with other steps. Its step requests all GPUs of the node, and the Promote message names the GPUs
+    that the promoted process must use.
     """
-    role = state.job.role(standby_role_of(action.incarnation.replica))
+    role, node = state.job.role(role_of(TRAINER)), _node(state, action)
     launch, step = _role(run, state, action, job_dir, role)
-    launch = msgspec.structs.replace(launch, standby=True)
-    if not shares_node(state.job, action.incarnation.replica):
-        return launch, step
-    node = _node(state, action)
     gpus = node.gpus if role.per_member.gpus else 0
-    return msgspec.structs.replace(launch, gpus=gpus), _overlapping(step, node.cpus, gpus)
+    return msgspec.structs.replace(launch, standby=True, gpus=gpus), _overlapping(step, node.cpus, gpus)
 
 
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:

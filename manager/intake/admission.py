@@ -6,8 +6,6 @@ from collections.abc import Container
 
 from ...core.run_spec import RunSpec
 from ...core.types import (
-    AGENT,
-    STANDBY_ROLE,
     Cause,
     Evidence,
     Finding,
@@ -16,11 +14,10 @@ from ...core.types import (
     Remedy,
     ReplicaId,
     Verdict,
+    is_support,
     role_of,
-    standby_role_of,
 )
 from ...transport.messages import AgentHello, Hello
-from ..model.queries import shares_node
 from ..model.state import State
 
 MEMLOCK_DEFAULT = 8 * 2**20
@@ -93,8 +90,8 @@ class GpuRegistry:
             incarnation: The incarnation that is to get GPUs on the node.
             node: The node.
             state: The state.
-            standbys: The standby processes that have reported to this manager that they are not promoted. If such a
-                process shares its node with replicas, it uses only GPUs that this manager assigns to it.
+            standbys: The standby processes that have reported to this manager that they are not promoted. They use only
+                GPUs that this manager assigns to them.
         """
         if incarnation in self._owners.values():
             return []
@@ -106,7 +103,7 @@ class GpuRegistry:
             and other.id != incarnation.replica
             and _owns_gpus(state.job, other.id)
             and other.incarnation not in self._reported
-            and not _gets_gpus_from_manager(state.job, other.promoted_from, standbys)
+            and other.promoted_from not in standbys
         ]
 
     def assign(
@@ -128,16 +125,5 @@ class GpuRegistry:
 
 
 def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
-    """Return whether a process of this replica has GPUs of its own.
-
-    A standby process that shares a node has none.
-    """
-    role = role_of(replica)
-    if role == STANDBY_ROLE:
-        return not shares_node(job, replica) and job.role(standby_role_of(replica)).per_member.gpus > 0
-    return role != AGENT and job.role(role).per_member.gpus > 0
-
-
-def _gets_gpus_from_manager(job: RunSpec, promoted_from: Incarnation | None, standbys: Container[Incarnation]) -> bool:
-    """Return whether a member is promoted from one of ``standbys`` that waited on a node where replicas work."""
-    return promoted_from is not None and promoted_from in standbys and shares_node(job, promoted_from.replica)
+    """Return whether a process of this replica has GPUs of its own; a standby process has none."""
+    return not is_support(replica) and job.role(role_of(replica)).per_member.gpus > 0

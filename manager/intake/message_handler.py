@@ -25,7 +25,7 @@ from ...transport.control.endpoints import Incoming
 from ..context import RunContext
 from ..model import events as ev
 from ..model.events import Event, IntentSettled
-from ..model.queries import current_owner, promoted_to, shares_node, step_alias
+from ..model.queries import current_owner, promoted_to, step_alias
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpuRegistry, check_memlock
 from .finding_gate import FindingGate, is_agent_of
@@ -150,12 +150,13 @@ class MessageHandler:
         if worker is not None:
             await self._context.send(worker, msg.Fenced(incarnation, why), None)
         state = self._context.state()
-        replica = state.replica(incarnation.replica)
-        if replica.incarnation != incarnation or replica.step is None or not uses_worker_api(state, incarnation):
+        steps = ((tag, orphan.node) for tag, orphan in state.orphan_steps.items() if orphan.incarnation == incarnation)
+        step, node = next(steps, ("", ""))  # an elastic pool may have given the replica itself up
+        if not step or not uses_worker_api(state, incarnation):
             return
-        agent = state.replica(replica_id(AGENT, replica.node or "")).step or ""
-        if (peer := self._peers.steps.get(replica.step) or self._peers.steps.get(agent)) is not None:
-            await self._context.send(peer, msg.Fenced(incarnation, why, replica.step), None)
+        agent = state.replica(replica_id(AGENT, node)).step or ""
+        if (peer := self._peers.steps.get(step) or self._peers.steps.get(agent)) is not None:
+            await self._context.send(peer, msg.Fenced(incarnation, why, step), None)
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:
@@ -347,13 +348,12 @@ class MessageHandler:
         else:
             self._peers.workers[incarnation] = incoming.peer
             self.standby_promoter.forget(replica.promoted_from)
-        owns_gpus = not (standby and shares_node(state.job, incarnation.replica))
-        if owns_gpus and (finding := self._gpus.claim(message, state, now)) is not None:
+        if not standby and (finding := self._gpus.claim(message, state, now)) is not None:
             self._context.record(
                 ev.FindingChanged(finding)
             )  # the planner will fence the process for this finding, so it gets no Welcome
             return
-        if owns_gpus:
+        if not standby:
             await self.standby_promoter.send_postponed()
         self._context.monitor.on_hello(incarnation, message.node, message.phase, now)
         addresses = (message.listen_address, message.weight_address, message.rendezvous_address)

@@ -20,8 +20,8 @@ class Rung(StrEnum):
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"
-    DONOR = "warm standby"
-    """Promote the standby process beside a rollout. The rollout is stopped, and started later on another node."""
+    STANDBY = "warm standby"
+    """Promote a standby process on another node: a spare, or a node that rollouts leave for it."""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
     FULL_RESTART = "restart the whole run from its checkpoint"

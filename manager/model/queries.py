@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ...cluster.traits import traits_of
-from ...core.run_spec import RunSpec
+from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import (
     STANDBY_ROLE,
     TRAINER,
@@ -18,8 +18,8 @@ from ...core.types import (
     Verdict,
     gang_of,
     member_id,
+    natural_sort_key,
     role_of,
-    standby_role_of,
 )
 from ...health.readers.base import ACCELERATOR_READERS, READERS
 from .actions import Request
@@ -61,6 +61,18 @@ def all_joined(members: list[Replica]) -> bool:
 def has_worked(state: State, role: str) -> bool:
     """Return whether a replica of the role has completed, or has done a unit of work since the run began or resumed."""
     return role in state.worked
+
+
+def substitutes(job: RunSpec, role: str) -> frozenset[str]:
+    """Return the roles that can do the work of a role: all rollout pools for a rollout pool, else the role alone."""
+    kind = job.role(role).kind
+    return frozenset(other.name for other in job.kind(kind)) if kind == "rollout" else frozenset({role})
+
+
+def others_may_work(state: State, role: str) -> bool:
+    """Return whether another rollout pool has worked or may still work, so that the run can go on without this one."""
+    others = substitutes(state.job, role) - {role}
+    return any(m.role in others and (m.ever_worked or m.status is not Status.RETIRED) for m in state.workers)
 
 
 def failed_first_starts(state: State, replica: Replica) -> int:
@@ -155,6 +167,37 @@ def has_trained(state: State, trainer: Replica) -> bool:
     return trainer.commits > 0 or (state.job.trainer.checkpoint_every > 1 and trainer.advanced)
 
 
+def extras_role(job: RunSpec) -> RoleSpec | None:
+    """Return the role whose further replicas, the extras, generate on spare nodes; None if spares stay idle.
+
+    With ``recovery.policy = "job"`` they do, since the failure of an extra would restart every role.
+    """
+    if job.form != "pool" or not job.spares or "rollout" not in job.tags.spare or job.recovery.policy != "role":
+        return None
+    pool = job.node_groups[0]
+    return next((role for role in job.kind("rollout") if role.name in pool.roles and role.ranks == 1), None)
+
+
+def extra_rollouts(state: State) -> list[Replica]:
+    """Return the extras that have a node, in natural order: the last rollouts, beyond the number that the job asks for.
+
+    Which ones these are changes when another rollout loses its node: an extra then counts in its place.
+    """
+    if (role := extras_role(state.job)) is None:
+        return []
+    placed = [rollout for rollout in state.workers if rollout.role == role.name and place_of(rollout) is not None]
+    if len(placed) <= role.replicas:
+        return []
+    return sorted(placed, key=lambda rollout: natural_sort_key(rollout.id))[role.replicas :]
+
+
+def place_of(replica: Replica) -> NodeName | None:
+    """Return the node that a replica is on or, while it waits for its launch, the node to which it returns."""
+    if replica.is_current:
+        return replica.node
+    return replica.preferred_node if replica.status is Status.WANTED else None
+
+
 def weights_lag_steps(state: State) -> tuple[int, int] | None:
     """Return by how many steps the newest and the oldest weights of the rollouts are behind the trainer.
 
@@ -203,11 +246,6 @@ def promoted_to(state: State, standby: Incarnation) -> Replica | None:
         replica for replica in state.replicas.values() if replica.promoted_from == standby and replica.is_current
     )
     return next(members, None)
-
-
-def shares_node(job: RunSpec, standby: ReplicaId) -> bool:
-    """Return whether a standby process waits on a node where replicas work, without resources of its own."""
-    return job.role(standby_role_of(standby)).standby_shares_node
 
 
 def current_owner(state: State, incarnation: Incarnation, tag: str) -> Incarnation:

@@ -1,8 +1,8 @@
 """Start the role's command in a process group of its own, and list the run's processes on a node.
 
-A standby process imports packages and builds its model or engine beside working roles. Therefore the session of the
-standby process gets a low priority (the autogroup of sched(7)), which an unprivileged user may lower and restore. A
-trainer's standby uses GPUs only after its promotion.
+A standby process imports packages and builds its model beside working roles. Therefore the session of the standby
+process gets a low priority (the autogroup of sched(7)), which an unprivileged user may lower and restore. It uses GPUs
+only after its promotion.
 
 The policy SCHED_IDLE is not an alternative, for two reasons:
 
@@ -284,8 +284,7 @@ def select_gpus(
 ) -> tuple[str, ...]:
     """Restrict a promoted standby to its GPUs, by changing ``environ``.
 
-    A trainer's standby sees all GPUs of its node, and must not have used any of them before. A rollout's standby has
-    its GPUs from its start and keeps them.
+    A standby sees all GPUs of its node, and must not have used any of them before.
 
     Args:
         chosen: the GPUs of the promotion, named as by :func:`rrl.roles.launcher.gpus.assigned_gpus`; empty if the

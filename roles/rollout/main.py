@@ -1,7 +1,4 @@
-"""The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``.
-
-A standby process builds its engine before it waits for its promotion.
-"""
+"""The built-in rollout: load new weights, lease work, sample, append the segments. Run by ``python -m``."""
 
 from __future__ import annotations
 
@@ -45,9 +42,8 @@ def main() -> None:
     """Run the built-in rollout until the manager stops it."""
     me = rrl.join()
     build = _builder(me)  # first, so that an invalid configuration is found before the rollout joins
-    engine = build() if me.launch.standby else None
     with me:
-        engine = engine or build()  # built while the first weights are being received
+        engine = build()  # built while the first weights are being received
         run(me, engine)
         engine.close()
 

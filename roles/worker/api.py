@@ -559,10 +559,10 @@ def join() -> Worker:
         with me:
             ...
 
-    With ``warm = true`` in job.toml, a standby process of a trainer or rollout is started before it is needed and waits
-    at ``with``. The code before ``with`` (imports, building the model or the engine) then runs in advance. If
-    ``me.launch.shares_node`` is true (trainers), this code must not use a GPU: the process gets its
-    GPUs at its promotion. Before ``with``, ``me.launch.standby`` tells whether this process is a standby.
+    With ``[roles.trainer] warm = true`` in job.toml, a standby process of the trainer is started before it is needed
+    and waits at ``with``. The code before ``with`` (imports, building the model) then runs in advance. Before ``with``,
+    ``me.launch.standby`` tells whether this process is a standby: its code must not use a GPU there, since the process
+    gets its GPUs at its promotion.
 
     Outside of a run, this prints one line and ends the process with exit code 2.
     """

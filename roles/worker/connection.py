@@ -4,10 +4,9 @@ One asyncio loop in one daemon thread runs the connection to the manager, the re
 weight transfers and the heartbeats. The worker API uses the thread through blocking calls
 (:meth:`ManagerConnection.call`) and a few attributes.
 
-A standby process has only the connection to the manager and the heartbeats; a rollout's standby with an engine also has
-an open weight transport. When a standby is promoted, it takes over the new incarnation, sends a Hello as this
-incarnation with the tag of its own step, and opens the other connections. Its process and its connection to the manager
-remain; no heartbeat is skipped.
+A standby process has only the connection to the manager and the heartbeats. When it is promoted, it takes over the new
+incarnation, sends a Hello as this incarnation with the tag of its own step, and opens the other connections. Its
+process and its connection to the manager remain; no heartbeat is skipped.
 """
 
 from __future__ import annotations
@@ -319,21 +318,18 @@ class ManagerConnection:
     async def _open_weight_transport(self) -> None:
         """Open the transport that pulls weights from other replicas and serves this process's weights.
 
-        A rollout's standby with an engine opens the transport before its promotion. A standby that shares its node
-        opens it after the promotion, because it has no GPUs until then.
+        A standby opens it after its promotion, because it has no GPUs until then.
         """
-        if not self._traits.has_weights or self.launch.shares_node:
+        if not self._traits.has_weights or self.launch.standby:
             return
-        if self._weight_transport is None:
-            settings = self._transport_settings
-            self._weight_transport = open_transport(
-                settings.weights, self.keys.secret, host=self.host, trusted_network=settings.trusted_network
-            )
-            self._weight_address = await self._weight_transport.serve(self.weights, self.host)
-        if not self.launch.standby:
-            self._spawn(self._exchange_versions())  # before this task runs, the caller opens the store's client
-            if self._traits.gets_weights:
-                self._spawn(self._follow_weights(self._weight_transport))
+        settings = self._transport_settings
+        self._weight_transport = open_transport(
+            settings.weights, self.keys.secret, host=self.host, trusted_network=settings.trusted_network
+        )
+        self._weight_address = await self._weight_transport.serve(self.weights, self.host)
+        self._spawn(self._exchange_versions())  # before this task runs, the caller opens the store's client
+        if self._traits.gets_weights:
+            self._spawn(self._follow_weights(self._weight_transport))
 
     def _open_store(self) -> None:
         # No timeout: the manager decides about an unreachable store. A worker that gave up would be a second failure.

@@ -6,7 +6,7 @@ The result is deterministic: roles are considered in the order of the job, and n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -14,22 +14,14 @@ from msgspec import Struct
 
 from ....cluster.base import NodeState
 from ....core.run_spec import RoleSpec
-from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key, standby_role_of
+from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key
 from ...model.actions import Shrink
-from ...model.queries import failed_first_starts, gang
+from ...model.queries import extra_rollouts, failed_first_starts, gang, place_of
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
-from ..deadlines import NEVER, rotate_at
+from ..deadlines import NEVER, elastic_stops, rotate_at
 from .node_fitness import agent_failed_last, barred_nodes, is_held, is_usable, needs_probe, probe_pending
-from .warm_pool import (
-    Occupancy,
-    donors,
-    is_exclusive,
-    occupy,
-    ready_standbys_by_node,
-    standby_processes,
-    waits_for_release,
-)
+from .warm_pool import Occupancy, displaceable, occupy, ready_standbys_by_node, standby_processes, waits_for_release
 
 
 class CandidateNode(Struct, frozen=True):
@@ -52,12 +44,14 @@ class NodeInventory:
         self._state, self._now = state, now
         rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends_at for allocation in state.allocations.values())
+        stops = elastic_stops(state)
         window = state.job.recovery.window
         failure_expiries = (
             failure.at + window for replica in state.workers if replica.failures for failure in replica.failures
         )
         self.next_change = min(
-            (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
+            (at for at in (*rotation_times.values(), *ends, *stops.values(), *failure_expiries) if at > now),
+            default=NEVER,
         )
         """Manager's time (s) at which the next allocation ends or is due for rotation, or the next failure leaves the
         window. At this time the choice of nodes may change."""
@@ -94,6 +88,8 @@ class NodeInventory:
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
             if candidate.node in self.draining or candidate.node in self.barred:
                 continue
+            if stops.get(candidate.allocation, NEVER) <= now:
+                continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)
             elif probe_error is None and probe_pending(state, candidate.node, now):
@@ -114,12 +110,6 @@ class NodeInventory:
         }
         self._group_of_role = {role: node_group for node_group in state.job.node_groups for role in node_group.roles}
         self.standby_processes = standby_processes(state)
-        self.exclusive_standbys = [
-            standby
-            for standby in self.standby_processes
-            if standby.step is not None and is_exclusive(state, standby.id)
-        ]
-        """Standby processes that have resources of their own (:func:`is_exclusive`)."""
         self._ready_standbys = ready_standbys_by_node(state, self.standby_processes, self._usable_names)
         self.failing_nodes = {
             node
@@ -138,6 +128,10 @@ class NodeInventory:
     def candidates(self, node_group: str) -> list[CandidateNode]:
         """Return the nodes of a node group that may get roles."""
         return self._candidates[node_group]
+
+    def is_expiring(self, node: NodeName) -> bool:
+        """Return whether replicas must move off the node."""
+        return node in self._by_node and self._by_node[node][1].expiring
 
     def candidate(self, node: NodeName) -> CandidateNode | None:
         """Return the node if it may get roles, else None."""
@@ -198,6 +192,17 @@ class NodeInventory:
         return occupancy
 
     @cached_property
+    def extras(self) -> dict[ReplicaId, Replica]:
+        """Return the rollouts beyond the number that the job asks for (:func:`extra_rollouts`)."""
+        return {extra.id: extra for extra in extra_rollouts(self._state)}
+
+    @cached_property
+    def extra_nodes(self) -> set[NodeName]:
+        """Return the nodes on which nothing but extras works, which count as spare nodes."""
+        nodes = {node for extra in self.extras.values() if (node := place_of(extra)) is not None}
+        return {node for node in nodes if all(one.id in self.extras for one in self.occupied.get(node, ()))}
+
+    @cached_property
     def _occupancy(self) -> Occupancy:
         """Return the replicas that occupy each node in this plan.
 
@@ -207,45 +212,61 @@ class NodeInventory:
 
     # ── where a replica can be placed ────────────────────────────────────────────────────────────────────────────────
     # ``occupancy`` defaults to :meth:`occupancy`. A caller that places several members in one pass adds each member to
-    # ``occupancy``, and removes the rollouts that are preempted.
+    # ``occupancy``, and removes the rollouts that are displaced.
     def can_place(self, replica: Replica) -> bool:
-        """Return whether a node other than the replica's own could host the replica now."""
+        """Return whether a node other than the replica's own could host the replica, now or once extras have left it.
+
+        Only a role other than a rollout displaces extras.
+        """
         occupancy, failed_nodes = self._occupancy, self._nodes_that_failed(replica)
+        role = self._state.job.role(replica.role)
         return any(
             candidate.node != replica.node
             and candidate.node not in failed_nodes
             and self._fits(replica, candidate.node, occupancy)
-            for candidate in self._preferred_nodes(replica, self._state.job.role(replica.role), occupancy)
-        )
+            for candidate in self._preferred_nodes(replica, role, occupancy)
+        ) or (not role.traits.may_be_displaced and any(self.nodes_of_rollouts(replica, occupancy, others=False)))
 
     def choose_node(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node on which to launch a replica; None if no node fits.
 
         The order of preference is: the replica's preferred node; a node with a standby process for the replica; a node
-        with other members of its gang; the first node that fits and on which the replica has not failed too often; the
-        preferred node if it is leaving. If the replica's failures are not caused by nodes, any node that fits is
-        chosen. On a preferred node or a node with a standby process, a gang waits for steps that are still ending,
-        which is faster than a start on another node.
+        with other members of its gang; the first node that fits and on which the replica has not failed too often; such
+        a node that rollouts are leaving; the preferred node if it is leaving. If the replica's failures are not caused
+        by nodes, any node that fits is chosen. On a preferred node or a node with a standby process, a gang waits for
+        steps that are still ending, which is faster than a start on another node.
         """
         role, preferred = self._state.job.role(replica.role), replica.preferred_node
         if (
             preferred is not None
             and self.can_host(role, preferred)
-            and self._fits(replica, preferred, occupancy, wait_for_release=waits_for_release(role))
+            and self._fits(replica, preferred, occupancy, waits_for_release(role) or self._is_vacated(role, preferred))
         ):
             return self._by_node[preferred][1]
-        if role.warm and (with_standby := self.spare_with_standby(replica, occupancy)) is not None:
+        if (with_standby := self._spare_with_standby(replica, occupancy)) is not None:
             return with_standby
         failed_nodes = self._nodes_that_failed(replica)
+        candidates = self._preferred_nodes(replica, role, occupancy)
         fallback: CandidateNode | None = None
-        for candidate in self._preferred_nodes(replica, role, occupancy):
+        for candidate in candidates:
             if self._fits(replica, candidate.node, occupancy):
                 if candidate.node not in failed_nodes:
                     return candidate
                 fallback = fallback or candidate
+        if (vacated := self._vacated(replica, candidates, failed_nodes, occupancy)) is not None:
+            return vacated
         if preferred in self._leaving and self._fits(replica, preferred, occupancy, waits_for_release(role)):
             return self._leaving[preferred]
         return None if fallback is None or self.new_node_helps(replica) else fallback
+
+    def fits_beside(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
+        """Return whether the node can host the member beside its occupants, once steps that are ending have ended."""
+        role = self._state.job.role(member.role)
+        return self.can_host(role, node) and self._fits(member, node, occupancy, wait_for_release=True)
+
+    def avoids_usable_nodes(self, replica: Replica) -> bool:
+        """Return whether the replica has failed too often on a node that may get roles."""
+        return any(node in self._by_node for node in self._nodes_that_failed(replica))
 
     def own_node(self, replica: Replica) -> NodeName | None:
         """Return the node on which a replica ran last, if it could run there again and was not sent back yet.
@@ -260,8 +281,23 @@ class NodeInventory:
     def choose_successor(self, replica: Replica, occupancy: Occupancy) -> CandidateNode | None:
         """Return the node to which a replica moves from an expiring node; None if no node fits."""
         role, failed_nodes = self._state.job.role(replica.role), self._nodes_that_failed(replica)
-        fresh = (candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring)
-        return next((s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy)), None)
+        fresh = [candidate for candidate in self._preferred_nodes(replica, role, occupancy) if not candidate.expiring]
+        fitting = (s for s in fresh if s.node not in failed_nodes and self._fits(replica, s.node, occupancy))
+        return next(fitting, None) or self._vacated(replica, fresh, failed_nodes, occupancy)
+
+    def _vacated(
+        self, replica: Replica, candidates: Sequence[CandidateNode], failed: Container[NodeName], occupancy: Occupancy
+    ) -> CandidateNode | None:
+        """Return the first candidate that rollouts are leaving and that the replica fits on after that."""
+        role = self._state.job.role(replica.role)
+        ending = (one for one in candidates if one.node in self._ending_replicas and one.node not in failed)
+        left = (one for one in ending if self._is_vacated(role, one.node))
+        return next((one for one in left if self._fits(replica, one.node, occupancy, wait_for_release=True)), None)
+
+    def _is_vacated(self, role: RoleSpec, node: NodeName) -> bool:
+        """Return whether only rollouts are still ending on the node, whose end a member of the role awaits there."""
+        job, ending = self._state.job, self._ending_replicas.get(node, ())
+        return not role.traits.may_be_displaced and all(job.traits_of(id).may_be_displaced for id in ending)
 
     def _preferred_nodes(self, replica: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[CandidateNode]:
         """Return the candidate nodes for a replica, nodes with other members of its gang first.
@@ -306,18 +342,34 @@ class NodeInventory:
     def _roles_of(self, occupants: Sequence[Replica]) -> Iterator[RoleSpec]:
         return (self._state.job.role(occupant.role) for occupant in occupants)
 
-    # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── nodes that standby processes or other roles may take ─────────────────────────────────────────────────────────
     def ready_standbys(self, node: NodeName | None, role: str) -> Sequence[Replica]:
         """Return the standby processes on the node that can be promoted to the role now."""
-        ready = self._ready_standbys.get(node, ()) if node is not None else ()
-        return [standby for standby in ready if standby_role_of(standby.id) == role]
+        return self._ready_standbys.get(node, ()) if node is not None and self._state.job.role(role).warm else ()
 
-    def spare_with_standby(self, member: Replica, occupancy: Occupancy | None = None) -> CandidateNode | None:
-        """Return a node other than the member's own that could host the member and has a standby process for it."""
-        if not self._ready_standbys:
-            return None
-        role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
+    def node_to_take(
+        self, member: Replica, occupancy: Occupancy | None = None
+    ) -> tuple[NodeName, Sequence[Replica]] | None:
+        """Return a node whose standby process can be promoted to this member, and the rollouts that leave it for that.
+
+        Spare nodes come first, then nodes of extras, then nodes of other rollouts. If another member of the gang has
+        already displaced rollouts and their node has capacity left, this node counts as a spare, so that no further
+        rollout is displaced.
+        """
         occupancy = self._occupancy if occupancy is None else occupancy
+        if (spare := self._spare_with_standby(member, occupancy)) is not None:
+            return spare.node, ()
+        if not self._ready_standbys or not self._state.job.role(member.role).warm:
+            return None
+        taken = self.nodes_of_rollouts(member, occupancy, others="train" in self._state.job.tags.rollout)
+        return next((pair for pair in taken if self._has_free_standby(member, pair[0], occupancy)), None)
+
+    def _spare_with_standby(self, member: Replica, occupancy: Occupancy) -> CandidateNode | None:
+        """Return a node other than the member's own that could host the member and has a standby process for it."""
+        role = self._state.job.role(member.role)
+        if not self._ready_standbys or not role.warm:
+            return None
+        failed_nodes = self._nodes_that_failed(member)
         for candidate in self._preferred_nodes(member, role, occupancy):
             if candidate.node not in self._ready_standbys:  # a fast check before the slower ones below
                 continue
@@ -331,87 +383,88 @@ class NodeInventory:
                 return candidate
         return None
 
-    def donor_for(self, member: Replica, occupancy: Occupancy | None = None) -> Replica | None:
-        """Return a rollout whose node has a ready standby process for this member; None if there is no such rollout.
+    def nodes_of_rollouts(
+        self, member: Replica, occupancy: Occupancy, others: bool
+    ) -> Iterator[tuple[NodeName, Sequence[Replica]]]:
+        """Yield the nodes that could host this member if rollouts left them, each with these rollouts.
 
-        Of several donors, the last one in the order of the job is chosen. If another member of the gang has already
-        preempted a rollout and the rollout's node has capacity left, :meth:`spare_with_standby` returns this node, so
-        that no second rollout is preempted.
+        Nodes on which nothing but extras works come first, then, with ``others``, the other nodes of rollouts; both
+        begin with the last rollout of the job.
         """
-        role, failed_nodes = self._state.job.role(member.role), self._nodes_that_failed(member)
-        if not role.donor_rollouts or not self._ready_standbys:
-            return None
-        occupancy = self._occupancy if occupancy is None else occupancy
-        for rollout in self.donors(member, occupancy):
-            node = rollout.node
-            if node is not None and node not in failed_nodes and self._has_free_standby(member, node, occupancy):
-                return rollout
-        return None
-
-    def donors(self, member: Replica, occupancy: Occupancy) -> Iterator[Replica]:
-        """Yield the rollouts that this member could replace on their nodes, in reverse order of the job."""
         role = self._state.job.role(member.role)
-        for rollout in reversed(donors(self._state, occupancy)):
-            node = rollout.node
-            if node is None or node == member.node or not self.can_host(role, node):
+        extras = dict.fromkeys(self.extras, len(self.extras))
+        nodes = [(place_of(self.extras[id]), extras) for id in reversed(extras)]
+        nodes = [(node, may_leave) for node, may_leave in nodes if node in self.extra_nodes]
+        if others:
+            rollouts = displaceable(self._state, occupancy)
+            nodes += [(self._state.replica(id).node, rollouts) for id in reversed(rollouts)]
+        tried = set(self._nodes_that_failed(member)) | {member.node}
+        for node, may_leave in nodes:
+            if node is None or node in tried or not self.can_host(role, node):
                 continue
-            without = {node: [occupant for occupant in occupancy[node] if occupant.id != rollout.id]}
-            if self._fits(member, node, without, wait_for_release=True):
-                yield rollout
+            tried.add(node)
+            leaving = self._who_leaves(member, node, occupancy, may_leave)
+            if leaving and len(leaving) <= may_leave[leaving[0].id]:
+                yield node, leaving
 
-    def blocking_rollouts(self, member: Replica) -> Sequence[Replica]:
-        """Return the rollouts to preempt so that a standby process can be promoted to this member.
+    def _who_leaves(
+        self, member: Replica, node: NodeName, occupancy: Occupancy, may_leave: Container[ReplicaId]
+    ) -> Sequence[Replica]:
+        """Return the fewest of the rollouts that may leave a node without which the member fits there, the last first.
+
+        The result is empty if the member does not fit without them either.
+        """
+        staying, leaving = list(occupancy.get(node, ())), []
+        for rollout in reversed([occupant for occupant in staying if occupant.id in may_leave]):
+            staying.remove(rollout)
+            leaving.append(rollout)
+            if self._fits(member, node, {node: staying}, wait_for_release=True):
+                return leaving
+        return ()
+
+    def rollouts_to_displace(self, member: Replica) -> Sequence[Replica]:
+        """Return the rollouts that leave their node so that a standby process can be promoted to this member.
 
         If the member's preferred node has a standby process for the member, these are the rollouts that still occupy
-        this node. Otherwise the result is one donor rollout, for example after a gang has lost two nodes at the same
-        time. The result is empty if there is no donor, or if the member needs none, because it can be launched on its
-        preferred node or on a node with a free standby process.
+        this node. Otherwise they are those of :meth:`node_to_take`, for example after a gang has lost two nodes at the
+        same time. The result is empty if the member needs none, because it can be launched on its preferred node or on
+        a node with a free standby process.
         """
         role = self._state.job.role(member.role)
-        if not role.donor_rollouts or not self._ready_standbys:
+        if not role.warm or not self._ready_standbys:
             return ()
         occupancy = {node: list(occupants) for node, occupants in self._occupancy.items()}
         for other in gang(self._state, member.id):
             if other.status is not Status.WANTED:
                 continue
             if other.id == member.id:
-                return self._preempted_by(other, role, occupancy)
+                return self._displaced_by(other, role, occupancy)
             if (target := self.choose_node(other, occupancy)) is not None:
                 occupy(occupancy, target.node, other)
         return ()
 
-    def _preempted_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts to preempt for this member.
+    def _displaced_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
+        """Return the rollouts that leave their node for this member.
 
         ``occupancy`` includes the members of the gang that have lower ranks than this member.
         """
-        node = member.preferred_node
+        node, job = member.preferred_node, self._state.job
         if node is not None and self.ready_standbys(node, role.name) and self.can_host(role, node):
-            if self._fits(member, node, occupancy, wait_for_release=True):
-                return ()
-            job = self._state.job
-            return [one for one in occupancy[node] if one.is_current and job.traits_of(one.id).may_be_displaced]
+            here = [one for one in occupancy.get(node, ()) if job.traits_of(one.id).may_be_displaced]
+            movable = {one.id for one in here if one.is_current or one.id in self.extras}
+            fits = self._fits(member, node, occupancy, wait_for_release=True)
+            return () if fits else self._who_leaves(member, node, occupancy, movable)
         target = self.choose_node(member, occupancy)
         if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()
-        donor = self.donor_for(member, occupancy)
-        return () if donor is None else (donor,)
+        taken = self.node_to_take(member, occupancy)
+        return () if taken is None else taken[1]
 
     def _has_free_standby(self, member: Replica, node: NodeName, occupancy: Occupancy) -> bool:
-        """Return whether the node has more ready standby processes than the other replicas on the node may need.
-
-        Which other replicas may need a standby process depends on the standby processes of the role:
-
-        * If they share nodes with working replicas, each other member of the gang on the node may need one.
-        * If they have resources of their own, each other replica of the role that is to run on the node, but does not
-          run there yet, may need one.
-        """
-        ready = self.ready_standbys(node, member.role)
-        others = [other for other in occupancy.get(node, ()) if other.id != member.id]
-        if not ready or self._state.job.role(member.role).standby_shares_node:
-            return len(ready) > sum(gang_of(other.id) == gang_of(member.id) for other in others)
-        of_role = [other for other in others if other.role == member.role]
-        return len(ready) > sum(not (other.is_current and other.node == node) for other in of_role)
+        """Return whether the node has more ready standby processes than other members of the gang there may need."""
+        others = (other for other in occupancy.get(node, ()) if other.id != member.id)
+        needed = sum(gang_of(other.id) == gang_of(member.id) for other in others)
+        return len(self.ready_standbys(node, member.role)) > needed
 
     def reserve(self, member: Replica, node: NodeName) -> None:
         """Count a member as an occupant of the node in all later decisions of this plan."""
@@ -421,8 +474,7 @@ class NodeInventory:
         """Return whether the node may host members of the role.
 
         This depends on the node's group and size. A node of the role's own group may host them. A node of another group
-        may host them only if it is large enough, and if the role has standby processes that share nodes with other
-        roles.
+        may host them only if it is large enough and not dedicated to its group, and if the role has standby processes.
         """
         if node not in self._by_node:
             return False
@@ -435,7 +487,7 @@ class NodeInventory:
             and node_group.node.gpus >= needed.gpus
             and node_group.node.mem >= needed.mem
         )
-        return role.warm and role.standby_shares_node and large_enough
+        return role.warm and large_enough and not node_group.dedicated
 
     def new_node_helps(self, replica: Replica) -> bool:
         """Return whether another node may help this replica.

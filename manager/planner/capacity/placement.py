@@ -17,14 +17,14 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from ....core.launch import tag_of
-from ....core.types import AGENT, STANDBY_ROLE, Incarnation, ReplicaId, gang_of, replica_id, role_of
+from ....core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ReplicaId, gang_of, replica_id, role_of
 from ...model.actions import ExternalAction, Launch, StopStep, Why
 from ...model.queries import gang, to_launch
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
 from .node_fitness import restarts_exhausted
 from .nodes import CandidateNode, NodeInventory
-from .warm_pool import Occupancy, is_exclusive, occupy, release_deadline, standbys_released_at, waits_for_release
+from .warm_pool import Occupancy, has_left, occupy, release_deadline, waits_for_release
 
 
 class Assignment(Struct, frozen=True):
@@ -47,6 +47,12 @@ class Assignment(Struct, frozen=True):
     blocked_moves: dict[ReplicaId, CandidateNode] = {}
     """Target nodes of members that could move, but whose gang cannot move because another member has no target
     node."""
+
+    @property
+    def planned_nodes(self) -> set[NodeName]:
+        """Return the nodes that replicas are about to use."""
+        planned = (self.targets, self.moves, self.retries, self.blocked_moves)
+        return {candidate.node for candidates in planned for candidate in candidates.values()}
 
 
 def assign(state: State, inventory: NodeInventory, now: float) -> Assignment:
@@ -200,10 +206,6 @@ def _launches(
         if (standby := next(free, None)) is not None and standby.step is not None:
             standbys[member.id] = standby
             used.add(standby.step)
-    exclusive = {id for id, standby in standbys.items() if is_exclusive(state, standby.id)}
-    cold_nodes = {targets[member.id].node for member in wanted if member.id not in exclusive}
-    if (until := standbys_released_at(state, inventory.exclusive_standbys, cold_nodes, used)) > now:
-        return [], until
     launches: list[ExternalAction] = []
     for member in wanted:
         incarnation, target = Incarnation(member.id, number), targets[member.id]
@@ -268,14 +270,16 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Two kinds of steps get no grace: the steps of standby processes, and the steps that must end before a gang is
-    launched. The latter are the steps of the gang's own earlier incarnations (the gang's state is in the snapshots),
-    and the steps on the nodes in ``targets``, where the gang is to be launched.
+    Two kinds of steps get no grace: the steps of standby processes, and the steps that must end before a replica is
+    launched. Of a gang, the latter are the steps of its own earlier incarnations (its state is in the snapshots), and
+    the steps on the nodes in ``targets``, where it is to be launched. Of another replica, they are the steps of
+    rollouts that have left its node to it.
     """
     stops: list[StopStep] = []
     wake = NEVER
     roles = {role.name for role in state.job.roles if waits_for_release(role)}
     awaited = {candidate.node for id, candidate in targets.items() if role_of(id) in roles}
+    others = {candidate.node for id, candidate in targets.items() if not state.job.traits_of(id).may_be_displaced}
     for step, orphan in state.orphan_steps.items():
         node = state.nodes.get(orphan.node)
         if orphan.stop_requested or node is None or node.excluded is not None:
@@ -284,6 +288,7 @@ def stop_orphans(
             wake = min(wake, orphan.not_before)
             continue
         hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE} or orphan.node in awaited
+        hurried = hurried or (orphan.node in others and has_left(state, orphan))
         grace = 0.0 if hurried else state.job.limits.step_grace
         why = Why((f"{orphan.incarnation} is no longer part of the run",))
         stops.append(StopStep(step, orphan.incarnation, grace, why))

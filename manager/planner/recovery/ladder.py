@@ -12,9 +12,9 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ....core.text import plural
-from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of, standby_role_of
+from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
-from ...model.queries import reached_step
+from ...model.queries import reached_step, substitutes
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
@@ -108,7 +108,7 @@ def _min_replicas_text(case: FailureCase) -> str:
 def _standby_text(case: FailureCase) -> str:
     """Return what promotion needs, with the reason why the standby processes on the member's node are not ready."""
     role, node = case.failed.role, case.failed.node
-    there = [one for one in case.inventory.standby_processes if one.node == node and standby_role_of(one.id) == role]
+    there = [one for one in case.inventory.standby_processes if one.node == node]
     states = (
         ", ".join(_standby_state(one, case.now) for one in there) or "there was none: they start after its first step"
     )
@@ -139,13 +139,9 @@ _TRANSIENT = (_NODE_USABLE, _NODE_NOT_BARRED, _FEW_FAILURES_HERE, _FURTHER_TRY)
 _STANDBY_HERE = Need(
     lambda case: bool(case.inventory.ready_standbys(case.failed.node, case.failed.role)), _standby_text
 )
-_SPARE_WITH_STANDBY = Need(
-    lambda case: case.inventory.spare_with_standby(case.failed) is not None,
-    lambda case: f"a spare node with a ready standby process of {case.failed.role}",
-)
-_DONOR = Need(
-    lambda case: case.inventory.donor_for(case.failed) is not None,
-    lambda case: f"a rollout that can leave its node to a standby process of {case.failed.role}",
+_STANDBY_ELSEWHERE = Need(
+    lambda case: case.inventory.node_to_take(case.failed) is not None,
+    lambda case: f"a spare, or a node that rollouts can leave, with a ready standby process of {case.failed.role}",
 )
 _FREE_NODE = Need(
     lambda case: case.inventory.can_place(case.failed), lambda case: f"another free node that can host {case.failed.id}"
@@ -190,10 +186,8 @@ def lower_rungs(
 
 def _promotes_without_standbys(spec: RungSpec, case: FailureCase) -> bool:
     """Return whether the rung promotes a standby process, although the job keeps none for the failed member's role."""
-    if not any(need in (_STANDBY_HERE, _SPARE_WITH_STANDBY, _DONOR) for need in spec.needs):
-        return False
-    role = case.state.job.role(case.failed.role)
-    return not role.warm
+    promotes = any(need in (_STANDBY_HERE, _STANDBY_ELSEWHERE) for need in spec.needs)
+    return promotes and not case.state.job.role(case.failed.role).warm
 
 
 def _last_try_on_other_node(case: FailureCase) -> bool:
@@ -216,11 +210,17 @@ def fails_often_here(case: FailureCase) -> bool:
 
 
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica."""
-    without = {gang_of(failed.id), *dropped}
-    members = [member for member in state.workers if member.role == failed.role and gang_of(member.id) not in without]
+    """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica.
+
+    Of the rollouts of all pools, one gang must remain.
+    """
+    without, role = {gang_of(failed.id), *dropped}, state.job.role(failed.role)
+    roles = substitutes(state.job, failed.role)
+    members = [member for member in state.workers if member.role in roles and gang_of(member.id) not in without]
     retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
-    return len({gang_of(member.id) for member in members} - retired) >= state.job.role(failed.role).min_replicas
+    remaining = {gang_of(member.id): member.role for member in members if gang_of(member.id) not in retired}
+    enough = sum(name == failed.role for name in remaining.values()) >= role.min_replicas
+    return enough and (bool(remaining) or role.kind != "rollout")
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
@@ -268,14 +268,9 @@ def _shutdown_time(state: State) -> float:
 
 
 # ── target nodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def _spare_with_standby(case: FailureCase) -> NodeName | None:
-    candidate = case.inventory.spare_with_standby(case.failed)
-    return None if candidate is None else candidate.node
-
-
-def _donor_node(case: FailureCase) -> NodeName | None:
-    rollout = case.inventory.donor_for(case.failed)
-    return None if rollout is None else rollout.node
+def _node_to_take(case: FailureCase) -> NodeName | None:
+    taken = case.inventory.node_to_take(case.failed)
+    return None if taken is None else taken[0]
 
 
 # ── policies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,18 +292,11 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         ),
         RungSpec(Rung.IN_PLACE, _TRANSIENT, "joins again on {node}", _join),
         RungSpec(
-            Rung.SPARE,
-            (_SPARE_WITH_STANDBY,),
-            "the standby process on the spare node {to} is promoted to {member}",
+            Rung.STANDBY,
+            (_STANDBY_ELSEWHERE,),
+            "the standby process on {to} is promoted to {member}",
             _promotion_time,
-            _spare_with_standby,
-        ),
-        RungSpec(
-            Rung.DONOR,
-            (_DONOR,),
-            "the standby process on {to} is promoted to {member}; the rollout there moves",
-            _promotion_time,
-            _donor_node,
+            _node_to_take,
         ),
         RungSpec(Rung.SPARE, (_FREE_NODE,), "joins again on a spare node", _join),
         RungSpec(

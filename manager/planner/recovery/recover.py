@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ....core.types import AGENT, Incarnation, NodeName, Outcome, ReplicaId, gang_of
-from ...model.actions import Decision, Fence, Finish, LowerRungs, RestartAll, Rung, Why, every_lower
-from ...model.queries import finding_about
+from ....core.types import AGENT, NodeName, Outcome, ReplicaId, gang_of, role_of
+from ...model.actions import Decision, Fence, Finish, LowerRungs, Resize, RestartAll, Rung, Why, every_lower
+from ...model.queries import finding_about, place_of
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
 from .ladder import (
@@ -66,7 +66,7 @@ def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[De
         for decision in decided:
             if (
                 isinstance(decision, Fence)
-                and decision.rung is Rung.SPARE
+                and decision.rung is Rung.STANDBY
                 and decision.target_node is not None
                 and decision.charged
             ):
@@ -126,23 +126,34 @@ def _fence_rest_of_gang(state: State, members: _Members, now: float) -> list[Dec
 
 
 def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Return the fences of rollouts whose nodes are needed for the promotion of a standby process."""
-    fences: dict[Incarnation, Decision] = {}
-    for role in state.job.roles:
-        members = (
-            (member for gang in inventory.gangs for member in gang if member.role == role.name)
-            if role.donor_rollouts
-            else ()
-        )
-        for member in members:
-            for rollout in inventory.blocking_rollouts(member) if member.status is Status.WANTED else ():
-                evidence = (f"{member.id} is wanted on {rollout.node}, where a standby process can be promoted to it",)
-                time_limit = state.job.limits.allocation + state.job.limits.join
-                expects = f"{rollout.id} joins again on another node"
-                lower = (LowerRungs((Rung.IN_PLACE, Rung.SPARE), f"{rollout.node} not to be needed for {member.id}"),)
-                why = Why(evidence, Rung.DONOR, expects, now + time_limit, lower)
-                fences[rollout.incarnation] = Fence(rollout.incarnation, Rung.DONOR, why, charged=False)
-    return list(fences.values())
+    """Return the decisions by which rollouts leave nodes that are needed for the promotion of a standby process.
+
+    As many of them as there are extras leave the run. The others are launched again on other nodes.
+    """
+    stop: list[ReplicaId] = []
+    fences: dict[ReplicaId, Decision] = {}
+    evidence: list[str] = []
+    roles = {role.name for role in state.job.roles if role.warm}
+    gangs = (members for members in inventory.gangs if members[0].role in roles)
+    for member in (member for members in gangs for member in members if member.status is Status.WANTED):
+        for rollout in inventory.rollouts_to_displace(member):
+            if rollout.id in stop or rollout.id in fences:
+                continue
+            node = place_of(rollout)
+            needed = f"{member.id} is wanted on {node}, where a standby process can be promoted to it"
+            if len(stop) < len(inventory.extras):
+                stop.append(rollout.id)
+                evidence.append(needed)
+                continue
+            time_limit = state.job.limits.allocation + state.job.limits.join
+            expects = f"{rollout.id} joins again on another node"
+            lower = (LowerRungs((Rung.IN_PLACE,), f"{node} not to be needed for {member.id}"),)
+            why = Why((needed,), Rung.STANDBY, expects, now + time_limit, lower)
+            fences[rollout.id] = Fence(rollout.incarnation, Rung.STANDBY, why, charged=False)
+    if not stop:
+        return list(fences.values())
+    why = Why(tuple(dict.fromkeys(evidence)), expects=f"{len(inventory.extras) - len(stop)} rollouts are left on spares")
+    return [Resize(role_of(stop[0]), (), tuple(stop), why), *fences.values()]
 
 
 # ── repairs of a failed member ───────────────────────────────────────────────────────────────────────────────────────

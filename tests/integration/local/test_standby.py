@@ -1,4 +1,4 @@
-"""Failed trainers and rollouts continue in a standby process, in whole runs of light roles."""
+"""Failed trainers continue in a standby process, in whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rrl.core.phases import STANDBY
-from rrl.core.types import STANDBY_ROLE, Incarnation, ReplicaId, standby_role_of
+from rrl.core.types import STANDBY_ROLE, Incarnation, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.state import Replica, State, Status
-from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import (
     TestRun,
     all_work,
@@ -29,7 +27,7 @@ from rrl.tests.support.runs import (
 )
 from rrl.tests.support.slurm.lab import SlurmLab
 
-TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
+TRAINER = ReplicaId("trainer/0")
 
 
 def standbys(state: State) -> list[Replica]:
@@ -95,51 +93,6 @@ def test_killed_trainer_continues_at_once_in_its_nodes_standby(tmp_path: Path) -
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 
 
-def warm_rollouts(cluster: str, steps: int) -> str:
-    return light_job(cluster, steps).replace("[roles.rollout]\n", "[roles.rollout]\nwarm = true\n")
-
-
-def wait_for_engine(run: TestRun) -> Replica:
-    """Pause the rollouts; return the standby rollout on the spare once it is ready and every role works."""
-    run.wait_steps(2)
-    for index in (0, 1):
-        run.hold_in_the_middle(index)
-    state = run.wait(lambda s: any(standby_role_of(one.id) == "rollout" for one in standbys(s)) and all_work(s))
-    return next(one for one in standbys(state) if standby_role_of(one.id) == "rollout")
-
-
-def is_promoted_to_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
-    """Check that a rollout whose node is lost continues in this standby process.
-
-    ``lose`` ends the node with the given name. It is called for the node of rollout/1 while this rollout works. The
-    standby process becomes the next incarnation of rollout/1 and continues the unfinished trajectories. No other
-    replica changes.
-    """
-    before = current_incarnations(run.state())
-    node = run.state().replica(ROLLOUT).node
-    assert node is not None
-    assert engine.node != node
-    lose(node)
-    run.let_go(1)
-    after = run.wait_back_alone(before, ROLLOUT, ReplicaId(f"agent/{node}"))
-    run.let_go(0)
-    assert after[ROLLOUT] == (Incarnation(ROLLOUT, 2), engine.pid, engine.node)
-    (adoption,) = [one for one in adoptions(run) if one.incarnation.replica == ROLLOUT]
-    assert adoption.standby == engine.incarnation
-
-
-def test_rollout_of_a_crashed_node_continues_at_once_in_the_warm_rollout(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, warm_rollouts("local", 12))
-    engine = wait_for_engine(run)
-    shown = run.call("status", str(run.run.path), stdout=subprocess.PIPE).communicate(timeout=60)[0]
-    assert f"warm rollout on {engine.node}" in shown
-    is_promoted_to_rollout(run, engine, lambda node: crash(run.run, node))
-    end_well(run)
-    assert run.continued(dead=-101.0)
-    [recovery] = run.summary()["recoveries"]
-    assert (recovery["replica"], recovery["incarnation"], recovery["rung"]) == (ROLLOUT, 2, "spare node")
-
-
 @pytest.mark.long
 def test_next_manager_completes_a_promotion_interrupted_by_the_managers_death(tmp_path: Path) -> None:
     """The next manager completes the promotion of a standby process that was frozen while its manager promoted it."""
@@ -200,44 +153,3 @@ def test_slurm_standby_waits_beside_steps_with_the_whole_node_and_is_promoted(sl
     is_promoted_to_trainer(run, standby_process)
     assert run.state().replica(TRAINER).step is not None
     end_well(run)
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-@pytest.mark.parametrize("victim", [ROLLOUT, TRAINER])
-def test_slurm_warm_rollout_keeps_its_node_beside_the_trainers_standby_until_needed(
-    slurm_lab: SlurmLab, victim: ReplicaId
-) -> None:
-    """The step of the standby rollout has all CPUs of the spare, like the step of a rollout.
-
-    A replica whose node is lost continues on the spare: a rollout in the standby rollout, the trainer in its own
-    standby process.
-    """
-    job = warm_rollouts("slurm", 100_000).replace('light_rollout.py"]\nmem', 'light_rollout.py"]\ncpus = 2\nmem')
-    run = submit_on(slurm_lab, f"warm-{victim.partition('/')[0]}", job)
-    try:
-        ready = run.wait(lambda s: all_work(s) and {"trainer", "rollout"} <= _stand_on_spares(s))
-        before = current_incarnations(ready)
-        node = ready.replica(victim).node or ""
-        slurm_lab.crash(node)
-        after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
-        [adoption] = adoptions(run)
-        assert (adoption.incarnation, adoption.node) == (Incarnation(victim, 2), after[victim][2])
-        assert adoption.standby is not None
-        assert standby_role_of(adoption.standby.replica) == victim.partition("/")[0]
-        if victim == TRAINER:
-            state = run.wait(lambda s: s.replica(TRAINER).commits > 0)
-            assert "rollout" not in _stand_on_spares(state)
-    finally:
-        with run.call("cancel", run.run.id) as process:
-            assert process.wait(90) == 0
-        run.wait_end()
-        run.wait_gone()
-        slurm_lab.clear()
-    check_sound(run.run)
-
-
-def _stand_on_spares(state: State) -> set[str]:
-    """Return the roles with a ready standby process on a node on which no role works."""
-    used = {one.node for one in state.workers}
-    return {standby_role_of(one.id) for one in standbys(state) if one.node not in used}

@@ -50,7 +50,6 @@ from rrl.core.types import (
 from rrl.manager import runtime
 from rrl.manager.execute import executor
 from rrl.manager.model.events import Stamped
-from rrl.manager.model.queries import shares_node
 from rrl.manager.model.state import State
 from rrl.manager.storage import lease, resume_request
 from rrl.manager.storage.journal import Follower, Journal
@@ -388,7 +387,7 @@ class Actor:
         self.launched = incarnation
         self.gpus = gpus
         """The GPUs that the process uses; for a standby process that shares its node, the GPUs that it can see."""
-        self.shares_node = role_of(incarnation.replica) == STANDBY_ROLE and shares_node(site.job, incarnation.replica)
+        self.shares_node = role_of(incarnation.replica) == STANDBY_ROLE
         self.peer = tag.encode()
         self.working = False
         self.done = 0

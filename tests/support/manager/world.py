@@ -31,7 +31,6 @@ from rrl.core.run_spec import RunSpec
 from rrl.core.types import (
     AGENT,
     STANDBY_ROLE,
-    TRAINER,
     Cause,
     Evidence,
     Finding,
@@ -45,7 +44,6 @@ from rrl.core.types import (
     Version,
     rank_of,
     role_of,
-    standby_role_of,
 )
 from rrl.health.detection.detectors.liveness import exit_flags
 from rrl.manager.model import events as ev
@@ -58,6 +56,7 @@ from rrl.manager.model.actions import (
     Launch,
     Release,
     Request,
+    Resize,
     Rung,
     StopStep,
 )
@@ -259,7 +258,7 @@ class World:
         del self.steps[record.step]
 
     def ready_standbys(self) -> dict[NodeName, int]:
-        """Return the number of ready standby processes of the trainer and rollouts by node."""
+        """Return the number of ready standby processes by node."""
         return Counter(
             replica.node
             for replica in self.state.replicas.values()
@@ -268,15 +267,6 @@ class World:
             and replica.step in self.steps
             and replica.node
         )
-
-    def engines(self) -> list[NodeName]:
-        """Return the nodes of ready standby processes of rollouts, once for each process."""
-        ready = (
-            replica
-            for replica in self.state.replicas.values()
-            if _memory_claim(replica.incarnation) and replica.status is Status.JOINED
-        )
-        return sorted(replica.node for replica in ready if replica.step in self.steps and replica.node)
 
     def warmed(self) -> World:
         """Commit a training step and wait until the standby processes are ready."""
@@ -307,7 +297,7 @@ class World:
             self._carry_out(action)
 
     def _plan(self, todo: list[ExternalAction]) -> None:
-        planned_before: set[tuple[str, Rung | None]] = set()
+        planned_before: set[tuple[object, ...]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
             assert planned == plan(self.state, self.now), "one state gave two different plans"
@@ -317,7 +307,9 @@ class World:
             for action in planned.actions:
                 assert action.why.evidence, f"no evidence: {action}"
                 assert all(action.why.evidence), f"empty evidence: {action}"
-                key = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                key: tuple[object, ...] = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                if isinstance(action, Resize):
+                    key = (action.tag, action.start, action.stop)
                 assert key not in planned_before, f"planned twice in a row: {action}"
                 planned_before.add(key)
                 self.planned += 1
@@ -424,7 +416,6 @@ class World:
         assert action.node in self.held[action.allocation], f"{action.node} is not in {action.allocation}"
         assert action.incarnation not in self._incarnations, f"{action.incarnation} is launched twice"
         self._incarnations.add(action.incarnation)
-        self._finds_memory(action)
         if action.standby is not None:
             self._promote(action)
             return
@@ -435,20 +426,6 @@ class World:
         elif action.node not in self.dead:
             self.steps[action.step] = (action.incarnation, action.node)
             self._later(0.3, lambda: self._hello(action))
-
-    def _finds_memory(self, action: Launch) -> None:
-        """Check that a rollout's standby process has free GPU memory and keeps this memory to itself."""
-        running = [incarnation for incarnation, node in self.steps.values() if node == action.node]
-        engines = [incarnation for incarnation in running if _memory_claim(incarnation)]
-        if _memory_claim(action.incarnation):
-            assert all(role_of(incarnation.replica) in (AGENT, STANDBY_ROLE) for incarnation in running), (
-                f"{action.incarnation} has no free memory"
-            )
-            roles = {standby_role_of(incarnation.replica) for incarnation in (*engines, action.incarnation)}
-            assert len(roles) == 1, f"{action.incarnation} shares a node with {engines}"
-        elif role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE) and self.slow_to_stop < 10.0:
-            over = action.standby is not None and _memory_claim(action.standby)
-            assert over or not engines, f"{engines} hold the memory of {action.incarnation}"
 
     def _promote(self, action: Launch) -> None:
         """Let the standby process continue as the new incarnation, in its own step."""
@@ -549,11 +526,6 @@ class World:
     def _later(self, after: float, do: Callable[[], None]) -> None:
         self._count += 1
         heappush(self._due, (self.now + after, self._count, do))
-
-
-def _memory_claim(incarnation: Incarnation) -> bool:
-    replica = incarnation.replica
-    return role_of(replica) == STANDBY_ROLE and standby_role_of(replica) != role_of(TRAINER)
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:

@@ -17,12 +17,12 @@ from rrl.cli import main
 from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.run_spec import Recovery, RunSpec
-from rrl.core.types import Incarnation, Outcome, ReplicaId, Version, standby_role_of
+from rrl.core.types import Incarnation, Outcome, ReplicaId, Version
 from rrl.health.detection.bounds import bounds
 from rrl.health.detection.health_monitor import HealthMonitor
 from rrl.manager.intake.finding_gate import restore_monitor
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Launch, Rung
+from rrl.manager.model.actions import Fence, Launch, Resize, Rung
 from rrl.manager.model.queries import weights_lag_steps
 from rrl.manager.model.reducer import fold
 from rrl.manager.peer_directory import build_directory
@@ -69,7 +69,7 @@ def usual_name(text: str) -> str:
 
 
 def played(job: RunSpec) -> World:
-    """Return a run that promotes standby processes of both kinds, displaces a rollout, and loses and gains nodes."""
+    """Return a run that promotes standby processes, displaces extras and rollouts, and loses and gains nodes."""
     (rollouts,) = job.kind("rollout")
     first, second, last = (ReplicaId(f"{rollouts.name}/{index}") for index in range(3))
     world = World(job, nodes=12).steady().warmed()
@@ -84,12 +84,11 @@ def played(job: RunSpec) -> World:
 
 
 def test_plans_depend_on_the_kind_of_the_rollouts_not_on_their_name() -> None:
-    job = gang_job(2, 1, standbys=1, spares=2, engines=True)
+    job = gang_job(2, 1, donors=True, spares=2, extras=True)
     usual, other = (played(spec) for spec in both(job))
-    assert {fence.rung for fence in usual.decided(Fence)} >= {Rung.SPARE, Rung.DONOR, Rung.IN_PLACE}
-    promoted = {launch.standby.replica for launch in usual.decided(Launch) if launch.standby is not None}
-    assert any(":" in id for id in promoted)
-    assert any(":" not in id for id in promoted)
+    assert {fence.rung for fence in usual.decided(Fence)} >= {Rung.SPARE, Rung.STANDBY, Rung.IN_PLACE}
+    assert {bool(resize.start) for resize in usual.decided(Resize)} == {True, False}
+    assert any(launch.standby is not None for launch in usual.decided(Launch))
     assert usual_name(msgspec.json.encode(other.events).decode()) == msgspec.json.encode(usual.events).decode()
     assert usual_name(repr(build_directory(other.state, 1))) == repr(build_directory(usual.state, 1))
 
@@ -153,20 +152,16 @@ def test_results_depend_on_the_kind_of_the_rollouts_not_on_their_name(
     assert [(each["replica"], each["weights_s"]) for each in recoveries] == [(f"{OTHER}/1", 1.0), ("trainer/0", None)]
 
 
-def test_second_role_of_rollouts_is_warm_and_displaced_like_the_first() -> None:
+def test_second_role_of_rollouts_is_displaced_like_the_first() -> None:
     recovery = Recovery(breaker=0.9)
-    job = with_fast_rollouts(gang_job(2, 1, standbys=2, spares=2, rollouts=1, engines=True, recovery=recovery), 2)
+    job = with_fast_rollouts(gang_job(2, 1, donors=True, spares=1, rollouts=1, recovery=recovery), 2)
     world = World(job).steady().warmed()
     assert world.ready_standbys().keys() >= {world.node_of(FAST_1)}, "no trainer's standby waits beside the second role"
-    (spare,) = (id.node for id in world.state.replicas.values() if standby_role_of(id.id) == "fast" and id.is_current)
-    world.lose_node(world.node_of(FAST_1))
-    world.wait(30.0).steady()
-    assert world.node_of(FAST_1) == spare, "no standby process of the second role was promoted"
-    for _ in range(2):  # the first loss takes the other spare node
+    for _ in range(2):  # the first loss takes the spare node
         world.lose_node(world.node_of(TRAINER))
         world.wait(30.0)
     displaced = {
-        fence.incarnation.replica for fence in world.decided(Fence) if fence.rung is Rung.DONOR and not fence.charged
+        fence.incarnation.replica for fence in world.decided(Fence) if fence.rung is Rung.STANDBY and not fence.charged
     }
     assert displaced == {FAST_1}
 

@@ -1,6 +1,6 @@
-"""The manager is killed at any record of a promotion.
+"""The manager is killed at any record of a promotion, or of the start or stop of an extra.
 
-Exactly one process becomes the trainer or the rollout, and no other replica changes.
+Exactly one process becomes the trainer, and no replica changes but the extra whose node it takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import Limits, RunSpec
 from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId, Resources
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Launch
+from rrl.manager.model.actions import Exclude, Fence, Launch, Resize
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
@@ -30,8 +30,8 @@ from rrl.transport.keys import RunKeys
 LIMITS = Limits(heartbeat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)
 KILL = Fault("f0", FaultKind.KILL, TRAINER, FaultTrigger(step=2))
 JOB = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
-WARM = gang_job(1, 1, rollouts=2, spares=1, steps=5, limits=LIMITS, engines=True)
-ROLLOUT = ReplicaId("rollout/1")
+EXTRAS = gang_job(1, 1, rollouts=2, spares=1, steps=5, limits=LIMITS, extras=True)
+EXTRA = ReplicaId("rollout/2")
 KEYS = RunKeys.make()
 
 
@@ -78,8 +78,8 @@ def incarnations_of(site: Site) -> dict[ReplicaId, set[Incarnation]]:
     return found
 
 
-def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
-    again = [id for id, incarnations in incarnations_of(site).items() if id != but and len(incarnations) > 1]
+def assert_nobody_else_came_back(site: Site) -> None:
+    again = [id for id, incarnations in incarnations_of(site).items() if id != TRAINER and len(incarnations) > 1]
     assert again == [], site.kill_at
 
 
@@ -195,16 +195,17 @@ def test_manager_killed_at_any_record_of_a_promotion_assigns_no_gpu_that_is_in_u
         assert_nobody_else_came_back(site)
 
 
-# ── a rollout's ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the node of an extra ──────────────────────────────────────────────────────────────────────────────────────────
 def lost(prepared: Callable[[Site], None] = lambda site: None) -> Site:
-    """Lose the node of rollout/1 after the third commit, when a spare already has a standby process of the rollout."""
+    """Lose the trainer's node after the third commit, when an extra works on the spare beside a standby process."""
 
     def crashing(site: Site) -> None:
-        site.crash_at = 3
+        site.at_step = {3: lambda site: site.crash(site.working()[TRAINER][-1].node)}
         prepared(site)
 
-    site, _ = run_to_end(crashing, WARM)
-    assert_nobody_else_came_back(site, ROLLOUT)
+    site, state = run_to_end(crashing, EXTRAS)
+    assert_nobody_else_came_back(site)
+    assert EXTRA not in state.replicas, site.kill_at
     return site
 
 
@@ -215,23 +216,34 @@ def crashed() -> Site:
         return lost()
 
 
-def test_rollout_on_a_crashed_node_is_replaced_by_its_standby(crashed: Site) -> None:
-    assert crashed.promotions == ["standby/n5:rollout#1 rollout/1#2"]
-    assert len(incarnations_of(crashed)[ROLLOUT]) == 2
+def resized(records: list[ev.Stamped]) -> list[int]:
+    """Return the numbers of the records that change the number of rollouts."""
+    return [s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Resize)]
 
 
-def around_its_promotion(records: list[ev.Stamped]) -> range:
-    """Return the numbers of the records from the exclusion of the node until the rollout has joined."""
-    excluded = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude))
-    joined = next(
-        s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == Incarnation(ROLLOUT, 2)
-    )
-    return range(excluded, joined + 2)
+def test_trainer_of_a_crashed_node_takes_the_extras_node(crashed: Site) -> None:
+    assert crashed.promotions == ["standby/n5#1 trainer/0#2"]
+    assert len(resized(crashed.records)) == 2
+    assert incarnations_of(crashed)[EXTRA] == {Incarnation(EXTRA, 1)}
+
+
+def joined(records: list[ev.Stamped], incarnation: Incarnation) -> int:
+    return next(s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.incarnation == incarnation)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_manager_killed_at_any_record_of_a_rollouts_promotion_repeats_no_promotion(crashed: Site, before: bool) -> None:
-    for kill_at in around_its_promotion(crashed.records):
+def test_manager_killed_at_any_record_around_a_resize_starts_and_stops_the_same_extra(
+    crashed: Site, before: bool
+) -> None:
+    start, stop = resized(crashed.records)
+    excluded = next(
+        s.seq for s in crashed.records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude)
+    )
+    assert excluded < stop
+    for kill_at in (
+        *range(start - 1, joined(crashed.records, Incarnation(EXTRA, 1)) + 2),
+        *range(excluded, joined(crashed.records, Incarnation(TRAINER, 2)) + 2),
+    ):
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before
@@ -239,4 +251,4 @@ def test_manager_killed_at_any_record_of_a_rollouts_promotion_repeats_no_promoti
         site = lost(doomed)
         assert site.managers == 2, kill_at
         assert site.promotions == crashed.promotions, kill_at
-        assert len(incarnations_of(site)[ROLLOUT]) == 2, kill_at
+        assert len(incarnations_of(site)[EXTRA]) == 1, kill_at

@@ -78,7 +78,7 @@ def promotion_on_a_spare() -> World:
 
 
 def donor_rollout() -> World:
-    world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
+    world = World(gang_job(1, 1, donors=True, spares=0), nodes=20).steady().warmed()
     world.lose_node(world.node_of(TRAINER))
     return world.steady()
 
@@ -165,7 +165,7 @@ RUNGS: dict[str, tuple[Callable[[], World], type[Fence | RestartAll | Finish], R
     "promotion_in_place": (promotion_in_place, Fence, Rung.IN_PLACE),
     "restart_in_place": (restart_in_place, Fence, Rung.IN_PLACE),
     "promotion_on_a_spare": (promotion_on_a_spare, Fence, Rung.SPARE),
-    "donor_rollout": (donor_rollout, Fence, Rung.DONOR),
+    "donor_rollout": (donor_rollout, Fence, Rung.STANDBY),
     "spare_node": (spare_node, Fence, Rung.SPARE),
     "node_not_at_fault": (node_not_at_fault, Fence, Rung.IN_PLACE),
     "replacement": (replacement, Fence, Rung.REPLACEMENT),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec
+from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec, TagsSpec
 from rrl.core.types import Resources
 from rrl.manager.bootstrap.preview import demand, max_standbys, worst_case
 from rrl.manager.model import events as ev
@@ -55,23 +55,13 @@ def test_pool_counts_one_job_plus_managers_and_a_replacement_for_each_node() -> 
 
 
 def test_each_rank_and_each_standby_counts_as_a_step() -> None:
-    trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, donor_rollouts=9)
+    trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True)
     gang = msgspec.structs.replace(run_spec("pool"), roles=(ROLES[0], trainer, ROLES[2]))
-    # a standby process beside each rank; two each on the spare and on the three nodes of rollouts
-    assert max_standbys(gang) == 4 + (1 + 3) * 2
+    # a standby process beside each rank; two each on as many other nodes as the trainer has
+    assert max_standbys(gang) == 4 + 2 * 2
+    assert max_standbys(msgspec.structs.replace(gang, tags=TagsSpec(("train",), ()))) == 4 + 2  # on the spare only
     assert worst_case(gang).steps == (1 + 4 + 3) + 6 + max_standbys(gang)
     assert max_standbys(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
-
-
-def test_each_spare_hosts_as_many_rollout_standbys_as_fit() -> None:
-    warm = msgspec.structs.replace(ROLES[2], warm=True)
-    pool = msgspec.structs.replace(run_spec("pool"), roles=(*ROLES[:2], warm), spares=2)
-    assert max_standbys(pool) == 2
-    assert worst_case(pool).steps == 5 + 6 + 2
-    shared = msgspec.structs.replace(warm, exclusive=False, per_member=Resources(1, 0, 2**28))  # two CPUs on a node
-    assert max_standbys(msgspec.structs.replace(pool, roles=(*ROLES[:2], shared))) == 2 * 2
-    assert max_standbys(msgspec.structs.replace(pool, spares=9)) == 3  # not more than rollouts
-    assert max_standbys(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
 
 
 def test_separate_jobs_count_all_replicas_and_only_the_minimum_at_the_start() -> None:

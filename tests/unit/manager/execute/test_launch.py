@@ -16,7 +16,7 @@ from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackSpec, TransportSpec
-from rrl.core.types import Incarnation, NodeName, ReplicaId, Resources, standby_id
+from rrl.core.types import TRAINER, Incarnation, NodeName, ReplicaId, Resources, standby_id
 from rrl.manager.execute.launch import (
     apptainer,
     environment,
@@ -256,17 +256,18 @@ def test_role_inherits_the_folders_of_caches_except_in_a_container(
 
 
 # ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────────
-STANDBY = Incarnation(standby_id("rollout", NodeName("n1")), 1)
+STANDBY = Incarnation(standby_id(NodeName("n1")), 1)
 
 
 def promotion_of_standby(run: RunDir, spec: RunSpec) -> tuple[State, LaunchAction]:
     """Write the launch file of a standby process. Return the state and the action that promotes the process."""
+    trainer = msgspec.structs.replace(spec.roles[0], name="trainer", kind="trainer")
+    spec = msgspec.structs.replace(spec, roles=(trainer,))
     allocation = Allocation("pool", AllocationRequest("pool", 1, NODE, 60.0), 0.0)
     state = State(run.id, spec, allocations={"pool": allocation})
     tag, why = tag_of(run.id, STANDBY), Why(("wanted",))
     write_launch(run, state, LaunchAction(STANDBY, tag, "pool", NodeName("n1"), why), "/job")
-    rollout = Incarnation(ReplicaId("rollout/0"), 2)
-    return state, LaunchAction(rollout, tag, "pool", NodeName("n1"), why, STANDBY)
+    return state, LaunchAction(Incarnation(TRAINER, 2), tag, "pool", NodeName("n1"), why, STANDBY)
 
 
 def test_standby_with_the_environment_of_a_new_step_lacks_nothing(run: RunDir) -> None:

@@ -321,36 +321,6 @@ def test_promotion_is_refused_without_a_charge_if_gpus_stay_unreported(
     assert (replica.status, replica.preferred_node, replica.failures) == (Status.WANTED, N1, failures)
 
 
-# a standby rollout, which has its own GPU from the start
-ENGINE, LATER = Incarnation(ReplicaId("standby/n1:rollout"), 1), Incarnation(ReplicaId("rollout/1"), 2)
-
-
-def send_hello(handling: Handling, incarnation: Incarnation, *gpus: str, phase: str = "standby") -> list[object]:
-    hello = msg.Hello(incarnation, tag_of(RUN, ENGINE), N1, "host", 60, phase, gpus=gpus)
-    return handling.handle(hello, peer=b"engine")
-
-
-def test_standby_engine_keeps_the_gpu_that_it_started_with(with_gpus: Handling) -> None:
-    step = tag_of(RUN, ENGINE)
-    with_gpus.fold(ev.Intended(Launch(ENGINE, step, "pool", N1, WHY)))
-    assert [type(one) for one in send_hello(with_gpus, ENGINE, "GPU-c")] == [msg.Welcome]
-    promoted(with_gpus).handle(msgspec.structs.replace(HELLO, gpus=("GPU-b", "GPU-c")), peer=b"worker")
-    with pytest.raises(Refused, match="sees no free GPU for trainer/0#2"):
-        asyncio.run(with_gpus.handler.standby_promoter.promote(PROMOTION))
-    with_gpus.fold(ev.Intended(Launch(LATER, step, "pool", N1, WHY, standby=ENGINE)))
-    replies = send_hello(with_gpus, ENGINE, "GPU-c")
-    assert [(one.incarnation, one.gpus) for one in replies if isinstance(one, msg.Promote)] == [(LATER, ("GPU-c",))]
-    assert [type(one) for one in send_hello(with_gpus, LATER, "GPU-c", phase="starting")] == [msg.Welcome]
-    assert not state_of(with_gpus).findings
-
-
-def test_standby_engine_with_the_gpu_of_another_incarnation_is_failed(with_gpus: Handling) -> None:
-    with_gpus.fold(ev.Intended(Launch(ENGINE, tag_of(RUN, ENGINE), "pool", N1, WHY)))
-    assert send_hello(with_gpus, ENGINE, "GPU-b") == []
-    (finding,) = state_of(with_gpus).findings.values()
-    assert (finding.detector, finding.incarnation) == ("gpu_taken", ENGINE)
-
-
 HELLO_WITH_GPUS = msgspec.structs.replace(HELLO, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
 
 
@@ -391,18 +361,3 @@ def test_standby_is_launched_with_its_role_overlapping_other_steps(tmp_path: Pat
     trainer = write_launch(run, state, Launch(OLD, tag_of(RUN, OLD), "pool", N1, WHY), "/job")
     assert (trainer.overlap, trainer.resources) == (False, each)
     assert not read_launch(trainer.launch_file).standby
-
-
-def test_standby_rollout_is_launched_as_the_rollout_that_it_becomes(tmp_path: Path) -> None:
-    job = gang_job(1, 1, engines=True)
-    each = Resources(2, 1, 2**30)
-    roles = tuple(msgspec.structs.replace(one, per_member=each) if one.name == "rollout" else one for one in job.roles)
-    job = msgspec.structs.replace(job, roles=roles, cluster="slurm")
-    held = Allocation("pool", AllocationRequest("pool", 1, Resources(8, 4, 2**33), 60.0), 0.0)
-    run = RunDir(tmp_path / RUN)
-    run.create()
-    state, tag = State(RUN, job, allocations={"pool": held}), tag_of(RUN, ENGINE)
-    step = write_launch(run, state, Launch(ENGINE, tag, "pool", N1, WHY), "/job")
-    launch = read_launch(step.launch_file)
-    assert (launch.incarnation, launch.standby, launch.argv, launch.gpus) == (ENGINE, True, ("run", "rollout"), 1)
-    assert (step.overlap, step.resources) == (False, each), "the step of a standby rollout shares its resources"

@@ -295,7 +295,7 @@ def test_manager_failure_before_any_record_does_not_change_the_end(warm: bool, d
     """
 
     def lived(die_before: int) -> World:
-        world = World(gang_job(warm=warm, standbys=1, steps=4, limits=Limits(quiet=20.0)), nodes=9)
+        world = World(gang_job(warm=warm, donors=True, steps=4, limits=Limits(quiet=20.0)), nodes=9)
         world.die_before = die_before
         world.steady().warmed()
         world.kill(M1)
@@ -445,13 +445,13 @@ def assert_one_incarnation_is_current_at_any_time(world: World) -> None:
 
 
 @examples(20, many=400)
-@given(st.lists(st.tuples(_BLOWS, _PAUSES), max_size=8), st.integers(0, 2), st.booleans(), st.integers(0, 120))
+@given(st.lists(st.tuples(_BLOWS, _PAUSES), max_size=8), st.booleans(), st.booleans(), st.integers(0, 120))
 def test_one_gang_incarnation_is_current_and_all_replicas_work_in_the_end(
-    blows: list[tuple[tuple[str, ReplicaId], float]], standbys: int, shared: bool, die_before: int
+    blows: list[tuple[tuple[str, ReplicaId], float]], donors: bool, shared: bool, die_before: int
 ) -> None:
     """World asserts that nothing is launched twice, and that repeated planning reaches a fixpoint."""
     calm = Recovery(per_node=99, per_replica=99, full_restarts=0, breaker=1.0, window=60.0)
-    small = gang_job(4, 2 if shared else 1, standbys=standbys, steps=99, recovery=calm, limits=Limits(quiet=20.0))
+    small = gang_job(4, 2 if shared else 1, donors=donors, steps=99, recovery=calm, limits=Limits(quiet=20.0))
     world = World(small, nodes=60)
     world.die_before = die_before
     world.play(world.works)

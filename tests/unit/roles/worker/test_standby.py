@@ -196,30 +196,6 @@ async def test_every_message_after_the_promotion_has_the_new_incarnation(scene: 
         await role.end()
 
 
-async def test_rollout_standby_has_its_settings_and_pulls_weights_after_its_promotion(scene: Scene) -> None:
-    engine = Incarnation(ReplicaId("standby/local1:rollout"), 1)
-
-    launch = scene.at.launch(replica=engine.replica, number=1, env=dict(os.environ))
-    me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
-    assert me.job.role(me.launch.role).replicas == 2, (
-        "the standby process does not have the role of the rollout that it may become"
-    )
-    async with scene.manager() as manager:
-        role = scene.start(me, lambda: me.stopping.wait(TIMEOUT_S))
-        hello = await manager.wait_for(Hello)
-        assert (hello.incarnation, hello.phase, hello.weight_version) == (engine, "standby", None)
-        assert hello.weight_address, "the weight transport must be open before the promotion"
-        assert not follows(me), "the standby process pulls weights before its promotion"
-        rollout = Incarnation(ReplicaId("rollout/1"), 2)
-        await manager.send(engine, Promote(engine, rollout, launch.tag))
-        assert (
-            await manager.wait_for(Hello, lambda hello: hello.incarnation == rollout)
-        ).weight_address == hello.weight_address
-        await eventually(lambda: follows(me))
-        await manager.stop(rollout)
-        await role.end()
-
-
 async def test_repeated_or_foreign_promotion_changes_nothing(scene: Scene) -> None:
     me = standby_worker(scene)
     async with scene.manager() as manager:

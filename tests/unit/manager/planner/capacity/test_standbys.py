@@ -7,7 +7,7 @@ import pytest
 
 from rrl.cluster.base import RejectReason
 from rrl.core.launch import ExitReason, tag_of
-from rrl.core.run_spec import Limits, Recovery
+from rrl.core.run_spec import Limits, Recovery, TagsSpec
 from rrl.core.types import STANDBY_ROLE, Incarnation, NodeName, Outcome, Resources, member_id, replica_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep, Why
@@ -28,7 +28,7 @@ N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))
 
 n7 is a spare.
 """
-SMALL = gang_job(2, 1, standbys=1)
+SMALL = gang_job(2, 1, donors=True)
 
 
 @pytest.fixture
@@ -63,27 +63,39 @@ def test_standbys_start_beside_the_trainer_on_spares_and_donors_after_a_commit()
     assert sorted(world.state.nodes) == [f"n{i}" for i in range(1, 8)]
 
 
-@pytest.mark.parametrize(("standbys", "nodes"), [(0, []), (1, [N6]), (2, [N5, N6]), (3, [N4, N5, N6])])
-def test_configured_number_of_donors_is_taken_from_the_last_rollouts(standbys: int, nodes: list[NodeName]) -> None:
-    world = World(gang_job(2, 1, standbys=standbys, spares=0)).steady().warmed()
-    assert sorted(world.ready_standbys()) == [N2, N3, *nodes]
+@pytest.mark.parametrize(
+    ("spares", "tags", "nodes"),
+    [
+        (0, TagsSpec((), ()), []),
+        (0, TagsSpec((), ("train",)), [N5, N6]),
+        (1, TagsSpec((), ("train",)), [N5, N6]),
+        (1, TagsSpec(("train",), ("train",)), [N6, N7]),
+        (3, TagsSpec(("train",), ("train",)), [N7, N8]),
+        (3, TagsSpec(("rollout", "train"), ()), [NodeName("n9"), NodeName("n8")]),
+        (1, TagsSpec(("rollout",), ("train",)), [N6, N5]),
+    ],
+)
+def test_trainer_keeps_standbys_on_as_many_other_nodes_as_it_has_spares_first(
+    spares: int, tags: TagsSpec, nodes: list[NodeName]
+) -> None:
+    world = World(msgspec.structs.replace(gang_job(2, 1, spares=spares), tags=tags)).steady().warmed()
+    assert world.ready_standbys().keys() == {N2, N3, *nodes}
 
 
 def test_last_rollout_is_never_a_donor() -> None:
-    small = gang_job(3, 1, standbys=3, spares=0, recovery=Recovery(breaker=0.9))
+    small = gang_job(3, 1, donors=True, spares=0, recovery=Recovery(breaker=0.9))
     world = World(small).steady().warmed()
     for node in (N2, N3, N4):
         world.lose_node(node)
     world.wait(60.0)
-    assert [fence.incarnation for fence in world.decided(Fence) if fence.rung is Rung.DONOR and not fence.charged] == [
-        Incarnation(R2, 1),
-        Incarnation(R1, 1),
-    ]
+    assert [
+        fence.incarnation for fence in world.decided(Fence) if fence.rung is Rung.STANDBY and not fence.charged
+    ] == [Incarnation(R2, 1), Incarnation(R1, 1)]
     assert world.state.replica(R0).status is Status.JOINED
 
 
 def test_required_rollouts_are_not_donors() -> None:
-    world = World(gang_job(2, 1, standbys=2, min_rollouts=3, spares=0)).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, min_rollouts=3, spares=0)).steady().warmed()
     assert world.ready_standbys() == {N2: 1, N3: 1}
 
 
@@ -93,17 +105,17 @@ def test_no_more_spares_are_kept_warm_than_the_trainer_has_nodes() -> None:
 
 
 def test_trainer_without_warm_has_no_standby() -> None:
-    world = World(gang_job(2, 1, warm=False, standbys=1)).steady().warmed()
+    world = World(gang_job(2, 1, warm=False, donors=True)).steady().warmed()
     assert world.ready_standbys() == {}
 
 
 def test_no_standby_if_every_failure_restarts_the_run() -> None:
-    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy="job"))).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, recovery=Recovery(policy="job"))).steady().warmed()
     assert world.ready_standbys() == {}
 
 
 def test_node_keeps_as_many_standbys_as_members_share_it() -> None:
-    world = World(gang_job(3, 2, standbys=1)).steady().warmed()
+    world = World(gang_job(3, 2, donors=True)).steady().warmed()
     assert world.ready_standbys() == {N2: 2, N3: 1, N6: 2, N7: 2}
     assert {launch.incarnation.replica for launch in launches(world)} >= {
         "standby/n2:0",
@@ -140,7 +152,7 @@ def test_standby_is_stopped_when_a_rollout_needs_its_spare_node() -> None:
 # ── in place ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_restarting_gang_promotes_the_standbys_of_its_own_nodes(ranks: int) -> None:
-    world = World(gang_job(ranks, 1, standbys=1)).steady().warmed()
+    world = World(gang_job(ranks, 1, donors=True)).steady().warmed()
     world.kill(TRAINER)
     killed = world.now
     world.play(world.works)
@@ -257,18 +269,18 @@ def test_member_of_a_lost_node_is_promoted_on_a_spare(world: World) -> None:
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
     assert promotions(world) == {str(standby(N2)): f"{M0}#2", str(standby(N7)): f"{M1}#2"}
-    assert [rung for rung in rungs(world) if rung is not Rung.DEGRADED] == [Rung.SPARE, Rung.IN_PLACE]
+    assert [rung for rung in rungs(world) if rung is not Rung.DEGRADED] == [Rung.STANDBY, Rung.IN_PLACE]
     assert requests(world) == [f"{RUN}.pool"]
 
 
 def test_without_a_spare_the_member_takes_a_donors_node() -> None:
-    world = World(gang_job(2, 1, standbys=1, spares=0), nodes=8).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, spares=0), nodes=8).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
     member_back = world.now
     world.steady()
     assert promotions(world) == {str(standby(N2)): f"{M0}#2", str(standby(N6)): f"{M1}#2"}
-    assert Rung.DONOR in rungs(world)
+    assert Rung.STANDBY in rungs(world)
     assert (world.node_of(R2), world.incarnations()[R2]) == (N7, 2)
     assert world.state.replica(R2).failures == ()  # it has not failed
     assert {world.incarnations()[id] for id in (STORE, REWARD, R0, R1)} == {1}
@@ -280,7 +292,7 @@ def test_without_a_spare_the_member_takes_a_donors_node() -> None:
 
 
 def test_preempted_rollouts_do_not_return_to_their_nodes_in_any_role_order() -> None:
-    small = gang_job(2, 1, standbys=2, spares=0, recovery=Recovery(breaker=0.5))
+    small = gang_job(2, 1, donors=True, spares=0, recovery=Recovery(breaker=0.5))
     world = World(msgspec.structs.replace(small, roles=small.roles[::-1]), nodes=9).steady().warmed()
     before = [world.node_of(M0), world.node_of(M1)]
     stands = world.ready_standbys().keys() - set(before)
@@ -294,7 +306,7 @@ def test_preempted_rollouts_do_not_return_to_their_nodes_in_any_role_order() -> 
 
 def test_members_of_two_lost_nodes_are_both_promoted() -> None:
     limits = Limits(silence=10.0)
-    world = World(gang_job(2, 1, standbys=1, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9).steady().warmed()
     world.lose_node(N2)
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)
@@ -307,7 +319,7 @@ def test_members_of_two_lost_nodes_are_both_promoted() -> None:
 
 
 def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
-    world = World(gang_job(4, 2, standbys=1, spares=0), nodes=8).steady().warmed()
+    world = World(gang_job(4, 2, donors=True, spares=0), nodes=8).steady().warmed()
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[TRAINER] == 2)
     world.steady()
@@ -318,16 +330,15 @@ def test_members_that_shared_a_lost_node_share_the_next_one() -> None:
 def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(role, ranks=2, warm=True, donor_rollouts=1) if role.name == "trainer" else role
-        for role in small.roles
+        msgspec.structs.replace(role, ranks=2, warm=True) if role.name == "trainer" else role for role in small.roles
     )
     parts = tuple(
         msgspec.structs.replace(part, nodes=2, min_nodes=2) if part.name == "trainer" else part
         for part in small.node_groups
     )
     world = World(msgspec.structs.replace(small, roles=roles, node_groups=parts), nodes=12).steady().warmed()
-    spare = next(iter(world.ready_standbys().keys() - {world.node_of(M0), world.node_of(M1)}))
-    assert world.node_of(R2) == spare
+    assert world.ready_standbys().keys() == {world.node_of(id) for id in (M0, M1, R1, R2)}
+    spare = world.node_of(R2)
     world.lose_node(world.node_of(M1))
     world.play(lambda: world.incarnations()[M1] == 2)
     world.steady()
@@ -340,9 +351,7 @@ def test_rollout_node_that_is_its_own_job_can_host_the_trainer() -> None:
 def test_node_too_small_for_the_trainer_keeps_no_standby() -> None:
     small = in_node_groups(rollouts=3)
     roles = tuple(
-        msgspec.structs.replace(role, warm=True, donor_rollouts=1, per_member=Resources(cpus=64))
-        if role.name == "trainer"
-        else role
+        msgspec.structs.replace(role, warm=True, per_member=Resources(cpus=64)) if role.name == "trainer" else role
         for role in small.roles
     )
     world = World(msgspec.structs.replace(small, roles=roles), nodes=12).steady().warmed()
@@ -360,7 +369,7 @@ def test_standbys_occupy_no_node_and_do_not_count_as_replicas(world: World) -> N
 
 @pytest.mark.parametrize("broken", ["exited: MemoryError", "not started: no such command"])
 def test_standbys_that_never_start_stop_being_tried_and_the_run_continues(broken: str) -> None:
-    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(per_replica=3)), nodes=9).steady()
+    world = World(gang_job(2, 1, donors=True, recovery=Recovery(per_replica=3)), nodes=9).steady()
     world.broken[STANDBY_ROLE] = broken
     world.warmed().wait(400.0)
     assert world.ready_standbys() == {}
@@ -384,7 +393,7 @@ def test_failed_standby_affects_no_replica(world: World) -> None:
 def test_lost_spare_takes_its_standby_with_it(world: World) -> None:
     world.lose_node(N7)
     world.wait(60.0)
-    assert world.ready_standbys() == {N2: 1, N3: 1, N6: 1}
+    assert world.ready_standbys() == {N2: 1, N3: 1, N5: 1, N6: 1}  # another rollout's node takes its place
     assert world.state.replica(standby(N7).replica).status is Status.RETIRED
     assert set(world.incarnations().values()) == {1}
 
@@ -399,11 +408,11 @@ def test_standbys_do_not_delay_the_end_and_leave_nothing(world: World) -> None:
 
 # ── snapshot servers and large plans ─────────────────────────────────────────────────────────────────────────────────
 def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down() -> None:
-    world = World(gang_job(2, 1, standbys=1, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, rollouts=2, min_rollouts=1, spares=0)).steady().warmed()
     for node in world.state.nodes:
         incarnation = world.state.replica(replica_id("agent", node)).incarnation
         world.record(ev.AgentJoined(incarnation, node, node, 100, snapshot_address=f"tcp://{node}:1"))
-    expected = {node: f"tcp://{node}:1" for node in (N2, N3, N5)}
+    expected = {node: f"tcp://{node}:1" for node in (N2, N3, N4, N5)}
     assert build_directory(world.state, 1).snapshot_servers == expected
     world.slow_to_stop = 5.0
     world.kill(M0)
@@ -418,6 +427,6 @@ def test_snapshot_servers_are_on_the_trainers_and_standby_nodes_while_it_is_down
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_plan_for_many_rollouts_with_standbys_reaches_its_fixpoint() -> None:
-    world = World(gang_job(8, 4, standbys=2, rollouts=60, spares=2)).steady().warmed()
-    assert sum(world.ready_standbys().values()) == 8 + 2 * 4 + 2 * 4
+    world = World(gang_job(8, 4, donors=True, rollouts=60, spares=2)).steady().warmed()
+    assert sum(world.ready_standbys().values()) == 8 + 2 * 4
     assert plan(world.state, world.now).actions == ()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rrl.config.job.schema import RecoveryTable
-from rrl.core.run_spec import Recovery
+from rrl.core.run_spec import Recovery, TagsSpec
 from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
@@ -56,7 +56,7 @@ def test_every_policy_is_a_descending_ladder_that_ends_with_the_run() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_decision_names_evidence_rung_expectation_and_deadline(policy: str) -> None:
     recovery = Recovery(policy="job", per_replica=4)
-    world = World(gang_job(recovery=recovery, standbys=1), nodes=20).steady().warmed()
+    world = World(gang_job(recovery=recovery, donors=True), nodes=20).steady().warmed()
     for replica in (T1, R0, STORE, T0, T0, R1):
         world.kill(replica)
         world.play(world.works, timeout_s=300.0)
@@ -94,7 +94,7 @@ def test_ready_standby_on_the_same_node_is_promoted_with_a_deadline() -> None:
 
 
 def test_decision_says_why_the_standby_on_the_node_was_not_ready() -> None:
-    world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady()
+    world = World(gang_job(1, 1, donors=True, spares=0), nodes=20).steady()
     fail(world, TRAINER)
     world.play(world.works, timeout_s=300.0)
     home = world.node_of(TRAINER)
@@ -116,21 +116,21 @@ def test_spare_with_a_ready_standby_is_preferred() -> None:
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     (fence,) = [fence for fence in fences(world) if fence.charged]
-    assert (fence.rung, fence.target_node) == (Rung.SPARE, warm)
-    assert fence.why.expects == f"the standby process on the spare node {warm} is promoted to trainer/0"
+    assert (fence.rung, fence.target_node) == (Rung.STANDBY, warm)
+    assert fence.why.expects == f"the standby process on {warm} is promoted to trainer/0"
     assert world.node_of(TRAINER) == warm
 
 
 def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -> None:
-    world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
+    world = World(gang_job(1, 1, donors=True, spares=0), nodes=20).steady().warmed()
     (stands,) = [node for node in world.ready_standbys() if node != world.node_of(TRAINER)]
     (rollout,) = [replica for replica in world.state.workers if replica.node == stands]
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     fence, driven = fences(world)
-    assert (fence.rung, fence.target_node, fence.charged) == (Rung.DONOR, stands, True)
-    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0; the rollout there moves"
-    assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.DONOR, False)
+    assert (fence.rung, fence.target_node, fence.charged) == (Rung.STANDBY, stands, True)
+    assert fence.why.expects == f"the standby process on {stands} is promoted to trainer/0"
+    assert (driven.incarnation, driven.rung, driven.charged) == (rollout.incarnation, Rung.STANDBY, False)
     assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a standby process can be promoted to it",)
     assert world.node_of(TRAINER) == stands
     assert world.state.replica(rollout.id).failures == ()
@@ -138,24 +138,22 @@ def test_without_a_warm_spare_a_donor_leaves_its_node_and_restarts_elsewhere() -
 
 
 def test_donors_warm_node_is_preferred_to_a_cold_spare() -> None:
-    world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
-    spares = [node for node in world.ready_standbys() if node not in {replica.node for replica in world.state.workers}]
-    for node in spares:
-        fail(world, ReplicaId(f"standby/{node}"))  # this standby process is not ready until it has restarted
+    cold = msgspec.structs.replace(gang_job(1, 1, spares=2), tags=TagsSpec((), ("train",)))
+    world = World(cold).steady().warmed()
     stands = next(
         replica.node
         for replica in world.state.workers
         if replica.role == "rollout" and replica.node in world.ready_standbys()
     )
     world.happen(lost(world.node_of(TRAINER), world.now))
-    assert [fence.rung for fence in fences(world)] == [Rung.DONOR, Rung.DONOR]
+    assert [fence.rung for fence in fences(world)] == [Rung.STANDBY, Rung.STANDBY]
     world.steady()
     assert world.node_of(TRAINER) == stands
     assert requests(world) == [POOL]
 
 
 def test_required_rollout_keeps_its_node() -> None:
-    world = World(gang_job(1, 1, standbys=1, spares=0, rollouts=1), nodes=20).steady().warmed()
+    world = World(gang_job(1, 1, donors=True, spares=0, rollouts=1), nodes=20).steady().warmed()
     world.lose_node(world.node_of(TRAINER))
     world.steady()
     assert charged(world) == [("trainer/0#1", Rung.REPLACEMENT)]
@@ -229,12 +227,12 @@ def test_gang_moves_only_the_members_of_a_lost_node() -> None:
 
 
 def test_members_on_the_same_node_move_together_to_a_donors_node() -> None:
-    view = gang_job(standbys=1, spares=0, recovery=Recovery(per_node=2), steps=99)
+    view = gang_job(donors=True, spares=0, recovery=Recovery(per_node=2), steps=99)
     world = World(view, nodes=20).steady().warmed()
     for _ in range(3):
         world.kill(T3)
         world.steady().warmed()
-    stand = next(fence for fence in fences(world) if fence.rung is Rung.DONOR)
+    stand = next(fence for fence in fences(world) if fence.rung is Rung.STANDBY)
     assert (stand.incarnation.replica, stand.charged) == (T3, True)
     assert world.node_of(T2) == world.node_of(T3) == stand.target_node
 
@@ -292,10 +290,10 @@ def test_members_do_not_count_as_spare_replicas() -> None:
     assert Rung.DEGRADED not in [fence.rung for fence in fences(world)]
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(standbys: int) -> None:
+@pytest.mark.parametrize("donors", [False, True])
+def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(donors: bool) -> None:
     def played(die_before: int) -> World:
-        world = World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed()
+        world = World(gang_job(2, 1, donors=donors, spares=0), nodes=20).steady().warmed()
         world.die_before = world.planned + die_before if die_before else 0
         world.lose_node(world.node_of(T1))
         world.play(world.works)
@@ -312,15 +310,15 @@ def test_manager_failure_before_any_record_leads_to_the_same_gang_and_standby(st
 
     unharmed = played(0)
     assert ended(unharmed)[1:] == ([0, 1], True, ())
-    standing = [fence for fence in fences(unharmed) if fence.rung is Rung.DONOR and not fence.charged]
-    assert len(standing) == standbys
-    records = unharmed.planned - World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed().planned
+    standing = [fence for fence in fences(unharmed) if fence.rung is Rung.STANDBY and not fence.charged]
+    assert len(standing) == donors
+    records = unharmed.planned - World(gang_job(2, 1, donors=donors, spares=0), nodes=20).steady().warmed().planned
     assert records > 5
     for number in range(1, records + 1):
         world = played(number)
         assert ended(world) == ended(unharmed), number
-        driven = {fence.incarnation for fence in fences(world) if fence.rung is Rung.DONOR and not fence.charged}
-        assert len(driven) == standbys, number
+        driven = {fence.incarnation for fence in fences(world) if fence.rung is Rung.STANDBY and not fence.charged}
+        assert len(driven) == donors, number
 
 
 # ── restarts of the whole run ────────────────────────────────────────────────────────────────────────────────────────
@@ -496,7 +494,7 @@ def test_policy_job_ends_the_run_when_a_budget_is_exceeded() -> None:
 
 
 def test_only_policy_role_keeps_standbys() -> None:
-    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy="job"))).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, recovery=Recovery(policy="job"))).steady().warmed()
     assert not world.ready_standbys()
 
 
