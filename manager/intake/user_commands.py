@@ -14,7 +14,7 @@ from msgspec import Struct
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
-from ...core.types import AGENT, STANDBY_ROLE
+from ...core.types import AGENT, STANDBY_ROLE, ReplicaId
 from ..model import events as ev
 from ..model.state import State
 
@@ -25,7 +25,7 @@ _MAX_COMMAND_BYTES = 4 * 2**20
 
 
 class Command(Struct, frozen=True):
-    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault.
+    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, ``resize``, or ``inject`` with its fault.
 
     ``id`` is the name of the command's file. A command whose id was handled before is ignored.
     """
@@ -35,11 +35,13 @@ class Command(Struct, frozen=True):
     id: str = ""
     fault: Fault | None = None
     target: str = ""
-    """Replica of ``restart``; node of ``drain`` and ``undrain``."""
+    """Replica of ``restart``; node of ``drain`` and ``undrain``; rollout pool of ``resize``."""
     reason: str = ""
     """Reason of ``drain``, as the user wrote it."""
     keep_allocations: bool = False
     """Whether ``cancel`` keeps the allocations."""
+    replicas: int | None = None
+    """Number of replicas to which ``resize`` holds the pool; None if the planner chooses it again."""
 
 
 def pending_commands(run: RunDir) -> list[Command]:
@@ -73,7 +75,13 @@ def to_events(command: Command, state: State) -> list[ev.Event]:
         by = command.by or "somebody"
         return [
             ev.CommandReceived(
-                command.command, by, command.id, command.target, command.keep_allocations, command.reason
+                command.command,
+                by,
+                command.id,
+                command.target,
+                command.keep_allocations,
+                command.reason,
+                command.replicas,
             )
         ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
@@ -101,7 +109,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         return InvalidFault(FaultProblem.OTHER, f"the run has ended already: {state.outcome.value}")
     if state is not None and state.finish is not None:
         return InvalidFault(FaultProblem.OTHER, f"the run is ending ({state.finish.outcome.value})")
-    replicas = {role.name: role.replicas for role in job.roles}
+    replicas = {role.name: job.most_replicas(role) for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
     if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return wrong
@@ -117,6 +125,8 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             return InvalidFault(
                 FaultProblem.OTHER, f'"{fault.target}" is not a valid replica; a replica is written "rollout/0"'
             )
+        if state is not None and ReplicaId(fault.target) not in state.replicas:
+            return _missing(f'no replica "{fault.target}" in this run now; {role} has {_listed(state, role)}')
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
                 FaultProblem.OTHER, f"{fault.kind} needs the worker API, but {fault.target} does not use it"
@@ -126,6 +136,10 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
 
 def _missing(text: str) -> InvalidFault | None:
     return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
+
+
+def _listed(state: State, role: str) -> str:
+    return ", ".join(members[0].id for members in state.gangs if members[0].role == role) or "none"
 
 
 def _no_node(node: str, state: State | None) -> str:
