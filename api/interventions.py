@@ -205,9 +205,8 @@ def request_resize(run: RunDir, pool: str, replicas: int | None) -> str:
     elastic = {
         name: (role.replicas, role.max_replicas) for name, role in roles.items() if role.max_replicas is not None
     }
-    has = (
-        f"the run has {', '.join(elastic)}" if elastic else "the run has none ([rollouts.NAME] replicas = { max = 8 })"
-    )
+    none = "the run has none ([rollouts.NAME] replicas = { max = 8 })"
+    has = f"the run has {', '.join(elastic)}" if elastic else none
     if pool not in roles:
         near = difflib.get_close_matches(pool, elastic, 1)
         raise UsageError(f'no elastic pool "{pool}" in this run; {f"did you mean {near[0]}?" if near else has}')
@@ -257,9 +256,5 @@ def _check_node_command(run: RunDir, state: State | None, node: str) -> None:
         raise UsageError(f"{run.id} is {state.outcome.value if state.outcome else 'ending'}: it no longer uses a node")
     held_nodes = sorted(name for name, one in state.nodes.items() if one.allocation or one.excluded is not None)
     if node not in held_nodes:
-        has = (
-            f"the run has {', '.join(elastic)}"
-            if elastic
-            else "the run has none ([rollouts.NAME] replicas = { max = 8 })"
-        )
+        has = f"it has {', '.join(held_nodes)}" if held_nodes else "it has none yet"
         raise UsageError(f'no node "{node}" in this run; {has}')
