@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from ....cluster.base import AllocationState
-from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, is_support
+from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model import events as ev
 from ...model.actions import (
     Action,
@@ -25,6 +25,7 @@ from ...model.actions import (
     Readmit,
     Release,
     Request,
+    Resize,
     RestartAll,
     Rung,
     StopStep,
@@ -45,6 +46,8 @@ class Arrival(StrEnum):
     HOLDS = "holds so far"
     """The effect is expected to last and has lasted so far: a node is not used, or the run continues without a
     replica."""
+    OVER = "no longer awaited"
+    """The effect was possible at best, and nothing waits for it any more: a pool did not get all nodes to grow."""
 
 
 class Result(Struct):
@@ -70,6 +73,13 @@ class _WholeRestart(Struct):
     needs_commit: bool
 
 
+class _Growth(Struct):
+    """A resize whose started replicas have not all joined."""
+
+    result: Result
+    missing: set[ReplicaId]
+
+
 class Expectations:
     """Follows the open expectations of a run, event by event."""
 
@@ -82,6 +92,10 @@ class Expectations:
         self._launch_tags: dict[str, Incarnation] = {}
         self._requests: dict[str, Result] = {}
         """Requests for nodes, by tag."""
+        self._optional: set[str] = set()
+        """Tags of the requests for nodes of further rollout pools, without which the run goes on."""
+        self._dedicated: frozenset[str] = frozenset()
+        """Node groups of further rollout pools."""
         self._answers: dict[str, Result] = {}
         """Actions that are done once the cluster or a process confirms them, by tag."""
         self._stops: dict[str, Result] = {}
@@ -93,6 +107,7 @@ class Expectations:
         self._reused: dict[NodeName, Result] = {}
         """Readmissions, by the node whose agent should join."""
         self._restarts: list[_WholeRestart] = []
+        self._growths: list[_Growth] = []
         self._faults: dict[str, tuple[InjectFault, Result]] = {}
         self._end: list[Result] = []
         """Decisions to end the run."""
@@ -103,6 +118,8 @@ class Expectations:
         match action:
             case Fence():
                 self._on_fence(result, action, at)
+            case Resize():
+                self._on_resize(result, action, at)
             case RestartAll():
                 self._on_restart_all(result, action, at)
             case Finish():
@@ -120,11 +137,13 @@ class Expectations:
                 self._stops[action.step] = self._answers[action.tag] = result
             case Request():
                 self._requests[action.tag] = result
+                if action.request.node_group in self._dedicated:
+                    self._optional.add(action.tag)
             case InjectFault():
                 self._faults[action.fault.id] = action, result
             case Release():
                 if (request := self._requests.pop(action.allocation, None)) is not None:
-                    request.settle(Arrival.MISSED, at, "the request was given up")
+                    request.settle(self._lost(action.allocation), at, "the request was given up")
                 self._answers[action.tag] = result
             case _:
                 self._answers[action.tag] = result
@@ -138,6 +157,29 @@ class Expectations:
             self._absences.setdefault(incarnation.replica, []).append(result)
         else:
             self._joins.setdefault(incarnation.replica, []).append((incarnation, result))
+
+    def _on_resize(self, result: Result, resize: Resize, at: float) -> None:
+        """Follow the joins of the started replicas. Nothing is expected of the stopped replicas any more."""
+        stopped = set(resize.stop)
+        for id in [id for id in self._joins if gang_of(id) in stopped]:
+            ended = (joined for _, joined in self._joins.pop(id))
+            _settle_all(ended, Arrival.OVER, at, f"{id} was stopped: its pool became smaller")
+        for launched in [one for one in self._launches if gang_of(one.replica) in stopped]:
+            self._launches.pop(launched).settle(Arrival.OVER, at, "it was stopped: its pool became smaller")
+        for id in [id for id in self._absences if gang_of(id) in stopped]:
+            _settle_all(self._absences.pop(id), Arrival.CAME, at, f"until the run no longer had {id}")
+        for restart in self._restarts:
+            restart.missing -= {id for id in restart.missing if gang_of(id) in stopped}
+        self._complete_restarts(at)
+        for growth in [one for one in self._growths if one.missing & stopped]:
+            growth.missing -= stopped
+            if not growth.missing:
+                growth.result.settle(Arrival.OVER, at, "the replicas that had not joined were stopped again")
+                self._growths.remove(growth)
+        if resize.start:
+            self._growths.append(_Growth(result, set(resize.start)))
+        else:
+            result.settle(Arrival.CAME, at, "done")
 
     def _did_not_join(self, incarnation: Incarnation, at: float) -> None:
         text = f"{incarnation} was stopped before it joined"
@@ -165,9 +207,12 @@ class Expectations:
         for absences in self._absences.values():
             _settle_all(absences, arrival, at, f"the run went on until it ended: {finish.outcome.value}")
         joins = (result for ended in self._joins.values() for _, result in ended)
-        waiting = (*self._launches.values(), *self._requests.values(), *self._reused.values(), *joins)
-        _settle_all(waiting, Arrival.MISSED, at, text)
+        _settle_all((*self._launches.values(), *self._reused.values(), *joins), Arrival.MISSED, at, text)
+        for tag, request in self._requests.items():
+            request.settle(self._lost(tag), at, text)
         self._end_restarts(at, text)
+        _settle_all((growth.result for growth in self._growths), Arrival.OVER, at, text)
+        self._growths.clear()
         for open_results in (self._absences, self._launches, self._requests, self._reused, self._joins):
             open_results.clear()
         for action, fault in self._faults.values():
@@ -217,6 +262,7 @@ class Expectations:
 
     def _on_started(self, event: ev.RunStarted | ev.Resumed, at: float) -> None:
         self._policy = event.job.recovery.policy
+        self._dedicated = frozenset(group.name for group in event.job.node_groups if group.dedicated)
 
     def _on_joined(self, event: ev.Joined | ev.AgentJoined, at: float) -> None:
         incarnation, text = event.incarnation, f"{event.incarnation} joined on {event.node}"
@@ -227,6 +273,11 @@ class Expectations:
         for restart in self._restarts:
             restart.missing.discard(incarnation.replica)
         self._complete_restarts(at)
+        for growth in [one for one in self._growths if incarnation.replica in one.missing]:
+            growth.missing.discard(incarnation.replica)
+            if not growth.missing:
+                growth.result.settle(Arrival.CAME, at, f"{incarnation.replica} has joined, as the last one")
+                self._growths.remove(growth)
         if isinstance(event, ev.AgentJoined) and (reused := self._reused.pop(event.node, None)) is not None:
             reused.settle(Arrival.CAME, at, text)
 
@@ -253,7 +304,11 @@ class Expectations:
             self._requests.pop(event.tag, None),
             self._launches.pop(launched, None) if launched is not None else None,
         )
-        _settle_all((one for one in refused if one is not None), Arrival.MISSED, at, _refused(event))
+        _settle_all((one for one in refused if one is not None), self._lost(event.tag), at, _refused(event))
+
+    def _lost(self, request: str) -> Arrival:
+        """Return what becomes of the expected effect of a request with this tag that is not granted."""
+        return Arrival.OVER if request in self._optional else Arrival.MISSED
 
     def _on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
         status = event.status
