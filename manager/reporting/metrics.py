@@ -19,8 +19,9 @@ from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, ro
 from ...health.detection.health_monitor import HealthMonitor
 from ..model import events as ev
 from ..model.actions import Exclude
-from ..model.figures.idle_times import IdleTimes, idle_shares
+from ..model.figures.idle_times import IdleTimes, RolePoint, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
+from ..model.pools import extras, pool_figures
 from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
 from .failure_records import Changes
@@ -156,17 +157,20 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
         ("role", "status"),
         {pair: float(counted[pair]) for pair in all_pairs},
     )
+    present = Counter(replica.role for replica in replicas)
+    elastic = {(role.name,): float(present[role.name]) for role in state.job.roles if role.is_elastic}
     yield _labelled(
         "rrl_replicas_wanted",
         "Processes that the job wants, by role.",
         ("role",),
-        {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles},
+        {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles} | elastic,
     )
     yield _counted(
         "rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"), counters.restarts
     )
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
+    yield from _of_pools(state, facts.now)
     yield from _of_stream(state.stream_figures)
     if state.episode_figures != EpisodeFigures():
         yield from _of_episodes(state.episode_figures)
@@ -201,6 +205,43 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
         ("role",),
         {(role.name,): float(down[role.name]) for role in state.job.roles},
     )
+
+
+def _of_pools(state: State, now: float) -> Iterator[Metric]:
+    """Yield the metrics of each rollout pool: replicas, queued nodes, tokens and, of an elastic pool, node hours."""
+    pools = {role.name: pool_figures(state, role, now) for role in state.job.kind("rollout")}
+    elastic = [role.name for role in state.job.kind("rollout") if role.is_elastic]
+    counts = {
+        (name, what): float(count)
+        for name, pool in pools.items()
+        for what, count in (("at_work", pool.at_work), ("wanted", pool.wanted), ("queued", pool.queued_nodes))
+    }
+    yield _labelled(
+        "rrl_pool_replicas",
+        "Replicas of a rollout pool that work or are wanted, and nodes that are requested for its node group.",
+        ("pool", "what"),
+        counts,
+    )
+    points = state.idle_times.now.roles
+    yield _counted(
+        "rrl_pool_tokens",
+        "Tokens that the rollouts of a pool have generated.",
+        ("pool",),
+        {(name,): float(points.get(name, RolePoint()).done) for name in pools},
+    )
+    yield _counted(
+        "rrl_pool_node_seconds",
+        "Node seconds that an elastic rollout pool has used.",
+        ("pool",),
+        {(name,): pools[name].spent_node_s for name in elastic},
+    )
+    yield _labelled(
+        "rrl_pool_node_seconds_limit",
+        "Node seconds that an elastic rollout pool may use.",
+        ("pool",),
+        {(name,): pools[name].budget_node_s for name in elastic},
+    )
+    yield _gauge("rrl_extras", "Rollouts that work on spares.", extras(state))
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:

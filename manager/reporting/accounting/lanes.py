@@ -199,7 +199,8 @@ class Lanes:
         stopped = event.action.stop if isinstance(event.action, Resize) else ()
         for lane in self.lanes.values() if stopped else ():
             if gang_of(lane.replica) in stopped:
-                self._end(Incarnation(lane.replica, lane.current), at)
+                if lane.current:
+                    self._end(Incarnation(lane.replica, lane.current), at)
                 lane.enter(at, _ABSENT)
 
     def _end(self, ended: Incarnation, at: float) -> None:
