@@ -140,17 +140,21 @@ def max_standbys_of(spec: RunSpec, role: RoleSpec) -> int:
     """Return the maximum number of standby processes of a role.
 
     The trainer has one standby process beside each rank. Each spare node and each node of a donor rollout has as many
-    standby processes of the trainer as a node of the trainer has ranks.
+    standby processes of the trainer as a node of the trainer has ranks. For rollouts, a spare node has as many standby
+    processes as rollouts fit on it.
     """
     if not role.warm or spec.recovery.policy != "role":
         return 0
+    if not role.standby_shares_node:
+        return sum(standby_nodes(spec, role)) * role.replicas_fitting(spec.node_group_of(role.name).node)
     return role.replicas * role.ranks + sum(standby_nodes(spec, role)) * min(role.ranks, role.per_node)
 
 
 def standby_nodes(spec: RunSpec, role: RoleSpec) -> tuple[int, int]:
     """Return how many spare nodes and how many nodes of rollouts have standby processes of this ``warm`` role."""
-    displaced = (one for one in spec.roles if one.traits.may_be_displaced)
-    rollouts = sum(one.replicas for one in displaced if not spec.node_group_of(one.name).dedicated)
+    if not role.standby_shares_node:
+        return min(spec.spares, role.replicas), 0
+    rollouts = sum(rollout.replicas for rollout in spec.roles if rollout.traits.may_be_displaced)
     return min(spec.spares, role.nodes), min(role.donor_rollouts, rollouts)
 
 
@@ -210,9 +214,12 @@ def _standby_lines(spec: RunSpec) -> Iterator[str]:
         if not (limit := max_standbys_of(spec, role)):
             continue
         spares, rollouts = standby_nodes(spec, role)
-        places = {"spares": spares, "rollouts' nodes": rollouts}
-        where = [f"beside the {role.name}", *(f"on {count} of the {one}" for one, count in places.items() if count)]
-        yield f"{'warm standby':13} at most {limit}: {', '.join(where)}, after the first commit"
+        name, where = f"warm {role.name}", [f"on {spares} of the spares, with a running engine"]
+        if role.standby_shares_node:
+            places = {"spares": spares, "rollouts' nodes": rollouts}
+            name, where = "warm standby", [f"beside the {role.name}"]
+            where += [f"on {count} of the {place}" for place, count in places.items() if count]
+        yield f"{name:13} at most {limit}: {', '.join(where)}, after the first commit"
 
 
 def _manager(spec: RunSpec) -> list[tuple[str, str]]:
