@@ -594,10 +594,10 @@ class RunSpec(Struct, frozen=True):
         """Return the largest number of replicas that a role may have: elastic pools grow, and extras use the spares."""
         if role.max_replicas is not None:
             return role.max_replicas
-        shared = role.kind == "rollout" and self.form == "pool" and not self.node_group_of(role.name).dedicated
-        if not shared or "rollout" not in self.tags.spare:
+        if "rollout" not in self.tags.spare or role.kind != "rollout" or self.form != "pool":
             return role.replicas
-        return role.replicas + self.spares * role.replicas_fitting(self.node_group_of(role.name).node)
+        group = self.node_group_of(role.name)
+        return role.replicas + (0 if group.dedicated else self.spares * role.replicas_fitting(group.node))
 
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""
