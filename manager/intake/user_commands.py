@@ -11,7 +11,16 @@ import logging
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
+from ...core.faults import (
+    FAULT_TRAITS,
+    MANAGER,
+    Fault,
+    FaultProblem,
+    FaultTrigger,
+    InvalidFault,
+    TargetKind,
+    validate_fault,
+)
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE, ReplicaId
@@ -125,7 +134,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             return InvalidFault(
                 FaultProblem.OTHER, f'"{fault.target}" is not a valid replica; a replica is written "rollout/0"'
             )
-        if state is not None and ReplicaId(fault.target) not in state.replicas:
+        if state is not None and fault.at == FaultTrigger() and ReplicaId(fault.target) not in state.replicas:
             return _missing(f'no replica "{fault.target}" in this run now; {role} has {_listed(state, role)}')
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
