@@ -349,7 +349,7 @@ def test_pool_larger_than_any_node_of_its_partition_is_refused(site: Site, capsy
     pool = "[rollouts.burst]\nreplicas = { max = 2 }\nnode_hours = 1\ngpus = 16\n"
     assert site.slurm().run("check", extra=pool) == 2
     reported = capsys.readouterr().err
-    assert ": rollouts.burst.gpus: 1 node of " in reported
+    assert ": rollouts.burst.mem: 1 node of " in reported
     assert reported.count("\n") == 1
 
 
