@@ -346,7 +346,7 @@ def test_limit_that_pools_share_with_the_run_counts_the_jobs_of_all(
 
 
 def test_pool_larger_than_any_node_of_its_partition_is_refused(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    pool = "[rollouts.burst]\nreplicas = { max = 2 }\nnode_hours = 1\nmem = "600GiB"\n"
+    pool = '[rollouts.burst]\nreplicas = { max = 2 }\nnode_hours = 1\nmem = "600GiB"\n'
     assert site.slurm().run("check", extra=pool) == 2
     reported = capsys.readouterr().err
     assert ": rollouts.burst.mem: 1 node of " in reported
