@@ -100,7 +100,7 @@ def _targets(run: RunDir) -> Iterator[str]:
     yield from _processes(run)
     yield from _agent_nodes(run)
     ranks = {role.name: role.ranks for role in _roles(run)}
-    gangs = {gang: ranks[gang.partition("/")[0]] for gang in _replicas(run)}
+    gangs = {gang: ranks.get(gang.partition("/")[0], 1) for gang in _replicas(run)}
     yield from (f"{gang}.{rank}" for gang, count in gangs.items() for rank in range(count) if count > 1)
 
 

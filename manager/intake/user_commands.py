@@ -11,19 +11,10 @@ import logging
 import msgspec
 from msgspec import Struct
 
-from ...core.faults import (
-    FAULT_TRAITS,
-    MANAGER,
-    Fault,
-    FaultProblem,
-    FaultTrigger,
-    InvalidFault,
-    TargetKind,
-    validate_fault,
-)
+from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
-from ...core.types import AGENT, STANDBY_ROLE, ReplicaId
+from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
 from ..model.state import State
 
@@ -81,17 +72,9 @@ def acknowledge(run: RunDir, command: Command) -> None:
 def to_events(command: Command, state: State) -> list[ev.Event]:
     """Return the events that record a command. The rejection of a fault is recorded too, with the reason."""
     if command.fault is None:
-        by = command.by or "somebody"
+        by, keep = command.by or "somebody", command.keep_allocations
         return [
-            ev.CommandReceived(
-                command.command,
-                by,
-                command.id,
-                command.target,
-                command.keep_allocations,
-                command.reason,
-                command.replicas,
-            )
+            ev.CommandReceived(command.command, by, command.id, command.target, keep, command.reason, command.replicas)
         ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
     if fault.id in known_fault_ids(state):
@@ -134,8 +117,6 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             return InvalidFault(
                 FaultProblem.OTHER, f'"{fault.target}" is not a valid replica; a replica is written "rollout/0"'
             )
-        if state is not None and fault.at == FaultTrigger() and ReplicaId(fault.target) not in state.replicas:
-            return _missing(f'no replica "{fault.target}" in this run now; {role} has {_listed(state, role)}')
         if job.role(role).watch != "api" and not FAULT_TRAITS[fault.kind].by_signals:
             return InvalidFault(
                 FaultProblem.OTHER, f"{fault.kind} needs the worker API, but {fault.target} does not use it"
@@ -145,10 +126,6 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
 
 def _missing(text: str) -> InvalidFault | None:
     return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
-
-
-def _listed(state: State, role: str) -> str:
-    return ", ".join(members[0].id for members in state.gangs if members[0].role == role) or "none"
 
 
 def _no_node(node: str, state: State | None) -> str:

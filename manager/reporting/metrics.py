@@ -19,11 +19,12 @@ from ...core.types import Incarnation, Outcome, Verdict, gang_of, is_support, ro
 from ...health.detection.health_monitor import HealthMonitor
 from ..model import events as ev
 from ..model.actions import Exclude
-from ..model.figures.idle_times import IdleTimes, RolePoint, idle_shares
+from ..model.figures.idle_times import IdleTimes, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ..model.pools import extras, pool_figures
 from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
+from .accounting.pools import pool_uses
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
@@ -157,13 +158,11 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
         ("role", "status"),
         {pair: float(counted[pair]) for pair in all_pairs},
     )
-    present = Counter(replica.role for replica in replicas)
-    elastic = {(role.name,): float(present[role.name]) for role in state.job.roles if role.is_elastic}
     yield _labelled(
         "rrl_replicas_wanted",
         "Processes that the job wants, by role.",
         ("role",),
-        {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles} | elastic,
+        {(role.name,): float(role.replicas * role.ranks) for role in state.job.roles},
     )
     yield _counted(
         "rrl_restarts", "Restarts of replicas, by role and rung of the ladder.", ("role", "rung"), counters.restarts
@@ -208,40 +207,22 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
 
 
 def _of_pools(state: State, now: float) -> Iterator[Metric]:
-    """Yield the metrics of each rollout pool: replicas, queued nodes, tokens and, of an elastic pool, node hours."""
-    pools = {role.name: pool_figures(state, role, now) for role in state.job.kind("rollout")}
-    elastic = [role.name for role in state.job.kind("rollout") if role.is_elastic]
-    counts = {
-        (name, what): float(count)
-        for name, pool in pools.items()
-        for what, count in (("at_work", pool.at_work), ("wanted", pool.wanted), ("queued", pool.queued_nodes))
-    }
-    yield _labelled(
-        "rrl_pool_replicas",
-        "Replicas of a rollout pool that work or are wanted, and nodes that are requested for its node group.",
-        ("pool", "what"),
-        counts,
-    )
-    points = state.idle_times.now.roles
-    yield _counted(
-        "rrl_pool_tokens",
-        "Tokens that the rollouts of a pool have generated.",
-        ("pool",),
-        {(name,): float(points.get(name, RolePoint()).done) for name in pools},
-    )
-    yield _counted(
-        "rrl_pool_node_seconds",
-        "Node seconds that an elastic rollout pool has used.",
-        ("pool",),
-        {(name,): pools[name].spent_node_s for name in elastic},
-    )
-    yield _labelled(
-        "rrl_pool_node_seconds_limit",
-        "Node seconds that an elastic rollout pool may use.",
-        ("pool",),
-        {(name,): pools[name].budget_node_s for name in elastic},
-    )
-    yield _gauge("rrl_extras", "Rollouts that work on spares.", extras(state))
+    """Yield the figures of each rollout pool; nothing if the run has a single pool and had no extras."""
+    uses = pool_uses(state, now)
+    figures = [(one.pool, pool_figures(state, state.job.role(one.pool), now)) for one in uses]
+    counts: dict[tuple[str, ...], float] = {}
+    for name, pool in figures:
+        counts |= {(name, "at_work"): pool.at_work, (name, "wanted"): pool.wanted, (name, "queued"): pool.queued_nodes}
+    text = "Replicas of a rollout pool that work or are wanted, and nodes that are requested for its node group."
+    yield _labelled("rrl_pool_replicas", text, ("pool", "what"), counts)
+    yield _labelled("rrl_extras", "Rollouts that work on spares.", (), {(): float(extras(state))} if uses else {})
+    tokens: dict[tuple[str, ...], float] = {(one.pool,): one.tokens for one in uses}
+    yield _counted("rrl_pool_tokens", "Tokens that a rollout pool has generated.", ("pool",), tokens)
+    hours: dict[tuple[str, ...], float] = {(one.pool,): one.node_hours for one in uses}
+    yield _counted("rrl_pool_node_hours", "Node hours that a rollout pool has used.", ("pool",), hours)
+    limits: dict[tuple[str, ...], float] = {(one.pool,): one.budget_node_hours for one in uses if one.budget_node_hours}
+    text = "Node hours that an elastic rollout pool may use."
+    yield _labelled("rrl_pool_node_hours_limit", text, ("pool",), limits)
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:

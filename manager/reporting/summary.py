@@ -26,7 +26,7 @@ from ..model.reducer import fold
 from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolders, model_folders
-from .accounting.pools import PoolAccount, PoolUse
+from .accounting.pools import PoolUse, pool_uses
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 
@@ -227,7 +227,7 @@ class Summary(RunFigures, frozen=True):
     evaluations: list[Evaluation] = msgspec.field(default_factory=list)
     """The results of the evaluations, in the order of their steps."""
     rollout_pools: list[PoolUse] = msgspec.field(default_factory=list)
-    """Use of each rollout pool; empty if the run had one pool, with a fixed number of replicas."""
+    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
     drain_requests: list[DrainRequest] = msgspec.field(default_factory=list)
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -302,17 +302,12 @@ class _SummaryBuilder:
         self.dropped: dict[str, float] = {}
         """Number of the groups dropped as stale or because they could not be scored, and their shares, as of the newest
         step that reported them."""
-        self.pools: PoolAccount | None = None
         self.tokens_before: dict[int, int] = {}
         """Token count at the beginning of the trainer's current outage, by epoch."""
 
     def apply(self, stamped: ev.Stamped) -> None:
         event = stamped.event
         self.timeline.apply(stamped)
-        if isinstance(event, ev.RunStarted):
-            self.pools = PoolAccount(event.job)
-        if self.pools is not None:
-            self.pools.apply(event, stamped.at)
         if isinstance(event, ev.StepCommitted):
             self._committed(event)
         elif isinstance(event, ev.Evaluated):
@@ -366,7 +361,7 @@ class _SummaryBuilder:
             unscored_groups=as_count(self.dropped.get("unscored_groups", 0.0)),
             unscored_share=round(self.dropped.get("unscored_share", 0.0), 4),
             evaluations=self.evaluations,
-            rollout_pools=self.pools.uses(state.at) if self.pools is not None else [],
+            rollout_pools=pool_uses(state, state.at),
             drain_requests=[_drain_request(node) for node in state.nodes.values() if node.drain_error],
             **run_figures(state),
         )

@@ -20,7 +20,7 @@ from .gpu_time import GpuHours, ReservedTime, gpu_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
 from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import lost_time
-from .pools import PoolAccount, PoolUse
+from .pools import PoolUse
 
 MAX_DECISIONS = 1000
 """Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
@@ -105,7 +105,7 @@ class RunReport(Struct, frozen=True):
     curves: Curves
     lanes: list[LaneReport]
     pools: list[PoolUse]
-    """Use of each rollout pool; empty if the run had one pool, with a fixed number of replicas."""
+    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
     missing: list[str]
     """Sentences about data that the journal does not contain, and about the effect on the figures."""
 
@@ -121,7 +121,8 @@ class Account:
         self.lanes = Lanes()
         self.curves = CurveRecorder()
         self.reserved = ReservedTime(event.job)
-        self.pools = PoolAccount(event.job)
+        self.pools: list[PoolUse] = []
+        """Use of each rollout pool, which the state of the run has."""
         self._sizes = PoolSizes()
         self._sizes.begin(event.job)
         self.managers = 0
@@ -153,7 +154,6 @@ class Account:
         if isinstance(
             event, ev.ClocksRecorded | ev.NoteChanged | ev.OutsideWaitChanged | ev.GpuUseRecorded | ev.ValuesLogged
         ):
-            self.pools.apply(event, at)
             return
         self.timeline.apply(stamped)
         self.lanes.apply(stamped)
@@ -163,7 +163,6 @@ class Account:
         self._on_rare(event, at, before)
 
     def _on_rare(self, event: ev.Event, at: float, before: float) -> None:
-        self.pools.apply(event, at)
         match event:
             case ev.StepCommitted():
                 self.curves.on_committed(event, at)
@@ -253,7 +252,7 @@ class Account:
                 )
                 for lane in lanes
             ],
-            pools=self.pools.uses(until),
+            pools=self.pools,
             missing=list(self._missing()),
         )
 

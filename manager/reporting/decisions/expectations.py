@@ -92,10 +92,6 @@ class Expectations:
         self._launch_tags: dict[str, Incarnation] = {}
         self._requests: dict[str, Result] = {}
         """Requests for nodes, by tag."""
-        self._optional: set[str] = set()
-        """Tags of the requests for nodes of further rollout pools, without which the run goes on."""
-        self._dedicated: frozenset[str] = frozenset()
-        """Node groups of further rollout pools."""
         self._answers: dict[str, Result] = {}
         """Actions that are done once the cluster or a process confirms them, by tag."""
         self._stops: dict[str, Result] = {}
@@ -137,13 +133,11 @@ class Expectations:
                 self._stops[action.step] = self._answers[action.tag] = result
             case Request():
                 self._requests[action.tag] = result
-                if action.request.node_group in self._dedicated:
-                    self._optional.add(action.tag)
             case InjectFault():
                 self._faults[action.fault.id] = action, result
             case Release():
                 if (request := self._requests.pop(action.allocation, None)) is not None:
-                    request.settle(self._lost(action.allocation), at, "the request was given up")
+                    request.settle(Arrival.MISSED, at, "the request was given up")
                 self._answers[action.tag] = result
             case _:
                 self._answers[action.tag] = result
@@ -160,22 +154,20 @@ class Expectations:
 
     def _on_resize(self, result: Result, resize: Resize, at: float) -> None:
         """Follow the joins of the started replicas. Nothing is expected of the stopped replicas any more."""
-        stopped = set(resize.stop)
+        stopped, text = set(resize.stop), "it was stopped, since its pool became smaller"
         for id in [id for id in self._joins if gang_of(id) in stopped]:
-            ended = (joined for _, joined in self._joins.pop(id))
-            _settle_all(ended, Arrival.OVER, at, f"{id} was stopped: its pool became smaller")
+            _settle_all((joined for _, joined in self._joins.pop(id)), Arrival.OVER, at, text)
         for launched in [one for one in self._launches if gang_of(one.replica) in stopped]:
-            self._launches.pop(launched).settle(Arrival.OVER, at, "it was stopped: its pool became smaller")
+            self._launches.pop(launched).settle(Arrival.OVER, at, text)
         for id in [id for id in self._absences if gang_of(id) in stopped]:
             _settle_all(self._absences.pop(id), Arrival.CAME, at, f"until the run no longer had {id}")
         for restart in self._restarts:
             restart.missing -= {id for id in restart.missing if gang_of(id) in stopped}
         self._complete_restarts(at)
-        for growth in [one for one in self._growths if one.missing & stopped]:
-            growth.missing -= stopped
-            if not growth.missing:
+        for growth in self._growths:
+            if growth.missing and growth.missing <= stopped:
                 growth.result.settle(Arrival.OVER, at, "the replicas that had not joined were stopped again")
-                self._growths.remove(growth)
+            growth.missing -= stopped
         if resize.start:
             self._growths.append(_Growth(result, set(resize.start)))
         else:
@@ -207,12 +199,10 @@ class Expectations:
         for absences in self._absences.values():
             _settle_all(absences, arrival, at, f"the run went on until it ended: {finish.outcome.value}")
         joins = (result for ended in self._joins.values() for _, result in ended)
-        _settle_all((*self._launches.values(), *self._reused.values(), *joins), Arrival.MISSED, at, text)
-        for tag, request in self._requests.items():
-            request.settle(self._lost(tag), at, text)
+        waiting = (*self._launches.values(), *self._requests.values(), *self._reused.values(), *joins)
+        _settle_all(waiting, Arrival.MISSED, at, text)
         self._end_restarts(at, text)
         _settle_all((growth.result for growth in self._growths), Arrival.OVER, at, text)
-        self._growths.clear()
         for open_results in (self._absences, self._launches, self._requests, self._reused, self._joins):
             open_results.clear()
         for action, fault in self._faults.values():
@@ -262,7 +252,6 @@ class Expectations:
 
     def _on_started(self, event: ev.RunStarted | ev.Resumed, at: float) -> None:
         self._policy = event.job.recovery.policy
-        self._dedicated = frozenset(group.name for group in event.job.node_groups if group.dedicated)
 
     def _on_joined(self, event: ev.Joined | ev.AgentJoined, at: float) -> None:
         incarnation, text = event.incarnation, f"{event.incarnation} joined on {event.node}"
@@ -277,7 +266,7 @@ class Expectations:
             growth.missing.discard(incarnation.replica)
             if not growth.missing:
                 growth.result.settle(Arrival.CAME, at, f"{incarnation.replica} has joined, as the last one")
-                self._growths.remove(growth)
+        self._growths = [growth for growth in self._growths if growth.missing]
         if isinstance(event, ev.AgentJoined) and (reused := self._reused.pop(event.node, None)) is not None:
             reused.settle(Arrival.CAME, at, text)
 
@@ -304,11 +293,7 @@ class Expectations:
             self._requests.pop(event.tag, None),
             self._launches.pop(launched, None) if launched is not None else None,
         )
-        _settle_all((one for one in refused if one is not None), self._lost(event.tag), at, _refused(event))
-
-    def _lost(self, request: str) -> Arrival:
-        """Return what becomes of the expected effect of a request with this tag that is not granted."""
-        return Arrival.OVER if request in self._optional else Arrival.MISSED
+        _settle_all((one for one in refused if one is not None), Arrival.MISSED, at, _refused(event))
 
     def _on_allocation(self, event: ev.AllocationChanged, at: float) -> None:
         status = event.status

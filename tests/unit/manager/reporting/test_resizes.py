@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from rrl.api.accounts import account_of
 from rrl.cli.views.explanation import explanation_view
 from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
@@ -17,6 +20,7 @@ from rrl.manager.model.actions import Release, Resize, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.notifications.conditions import conditions
+from rrl.manager.reporting.accounting.pools import pool_uses
 from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, subject_of, words_of
@@ -127,20 +131,15 @@ def test_growth_without_nodes_is_no_missed_expectation() -> None:
         story.wait(600).record(ev.Intended(Release(tag, Why(("no replica needs it",))))).resizes("burst", stop=(1,))
     )
     assert [one.result.arrival for one in resizes(given_up)] == [Arrival.OVER, Arrival.CAME]
-    results = [one.result for one in explain(given_up.stamped)]
-    assert Arrival.MISSED not in [result.arrival for result in results]
-    assert "no longer awaited: the request was given up" in drawn(
-        explanation_view(explain(story.stamped), grouped=True), 100
-    )
+    shown = drawn(explanation_view(resizes(given_up), grouped=True), 200)
+    assert "no longer awaited: the replicas that had not joined were stopped again, after 11m00s" in shown
 
 
 def test_growth_that_the_end_of_the_run_cuts_off_is_no_missed_expectation() -> None:
     story = Story(job=pools_view()).works().resizes("burst", (0, 1)).wait(60)
     story.requests_for("burst", 0)
     story.ends(Outcome.COMPLETED, "all steps are done")
-    results = [one.result for one in explain(story.stamped)]
-    assert [result.arrival for result in results].count(Arrival.OVER) == 2
-    assert not [result for result in results if result.arrival in (Arrival.MISSED, Arrival.OPEN)]
+    assert [one.result.arrival for one in resizes(story)] == [Arrival.OVER]
 
 
 def test_start_of_a_replica_that_is_stopped_again_is_no_missed_expectation() -> None:
@@ -151,19 +150,18 @@ def test_start_of_a_replica_that_is_stopped_again_is_no_missed_expectation() -> 
 
 # ── figures of each pool ─────────────────────────────────────────────────────────────────────────────────────────────
 def generated() -> Story:
-    """Return an hour of a run: rollout/0 and burst/0 generate, and burst/1 is stopped after half of it."""
+    """Return an hour of a run: rollout/0 and burst/0 generate, and burst/1 does so for half of it."""
     story = Story(job=pools_view()).works().resizes("burst", (0, 1)).grows("burst", 0, "b1").grows("burst", 1, "b2")
-    story.wait(1800).clocks("burst/1", done=180_000, generate=1800)
-    story.resizes("burst", stop=(1,)).record(ev.AllocationChanged(f"{story.run}.burst-1", None))
+    story.wait(1800).clocks("burst/1", done=180_000, generate=1800).resizes("burst", stop=(1,))
     story.wait(1800).clocks("burst/0", done=360_000, generate=1700, wait_work=1900)
-    return story.clocks("rollout/0", done=720_000, generate=3600).clocks("rollout/0", done=720_000, generate=3600)
+    return story.clocks("rollout/0", done=720_000, generate=3600)
 
 
-def test_pools_have_tokens_node_hours_and_pace() -> None:
-    report = account(generated().stamped).report()
+def test_pools_have_tokens_node_hours_and_pace(root: Path) -> None:
+    report = account_of(generated().written(root)).report()
     burst, h20, rollout = sorted(report.pools, key=lambda one: one.pool)
-    assert (burst.pool, burst.tokens, burst.node_hours, burst.budget_node_hours) == ("burst", 540_000, 1.5, 200)
-    assert burst.tokens_per_node_hour == 360_000
+    assert (burst.pool, burst.tokens, burst.node_hours, burst.budget_node_hours) == ("burst", 540_000, 2, 200)
+    assert burst.tokens_per_node_hour == 270_000
     assert burst.tokens_per_second == 100
     assert (h20.tokens, h20.node_hours, h20.tokens_per_node_hour, h20.tokens_per_second) == (0, 0, None, None)
     assert (rollout.tokens, rollout.node_hours, rollout.budget_node_hours) == (720_000, 1, None)
@@ -171,25 +169,30 @@ def test_pools_have_tokens_node_hours_and_pace() -> None:
     assert summarize(generated().stamped).rollout_pools == report.pools
 
 
-def test_pools_are_shown_in_report_page_and_summary() -> None:
-    report = account(generated().stamped).report()
+def test_pools_are_shown_in_report_page_and_summary(root: Path) -> None:
+    report = account_of(generated().written(root)).report()
     (row,) = (line for line in drawn(report_view([report]), 100).splitlines() if line.startswith("burst"))
-    assert row.split() == ["burst", "540,000", "1.5", "200", "360,000", "100"]
+    assert row.split() == ["burst", "540,000", "2", "200", "270,000", "100"]
     assert "<td>burst</td>" in page([report])
-    summary = msgspec.to_builtins(summarize(generated().stamped))
-    text = drawn(summary_view(summary), 100)
+    text = drawn(summary_view(msgspec.to_builtins(summarize(generated().stamped))), 100)
     assert "pools     rollout 720,000 tokens in 1 node hours, 720,000 in each" in text
-    assert "burst 540,000 tokens in 1.5 of 200 node hours, 360,000 in each" in text
+    assert "burst 540,000 tokens in 2 of 200 node hours, 270,000 in each" in text
 
 
 def test_single_pool_has_no_figures_of_its_own_unless_it_had_extras() -> None:
     story = Story().works().clocks("rollout/0", done=7, generate=3600)
-    assert account(story.stamped).report().pools == []
-    assert "rollout pools" not in drawn(report_view([account(story.stamped).report()]), 100)
+    assert pool_uses(story.recorded(), story.now) == []
     story.resizes("rollout", (2,)).launches("rollout/2", "n5").joins("rollout/2", "generate")
-    story.clocks("rollout/2", done=5, generate=3600)
-    (pool,) = account(story.stamped).report().pools
-    assert (pool.tokens, pool.node_hours) == (12, 2)
+    story.clocks("rollout/1", done=1, generate=3600).clocks("rollout/2", done=5, generate=3600)
+    (pool,) = pool_uses(story.recorded(), story.now)
+    assert (pool.tokens, pool.node_hours) == (13, 3)
+
+
+def test_rollouts_that_share_a_node_count_for_their_part_of_it() -> None:
+    job = pools_view()
+    roles = tuple(msgspec.structs.replace(one, exclusive=one.name != "rollout") for one in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works().clocks("rollout/0", generate=7200)
+    assert pool_uses(story.recorded(), story.now)[0].node_hours == 0.5, "one of four cores for two hours"
 
 
 def value(state: State, now: float, name: str, **labels: str) -> float | None:
@@ -204,8 +207,9 @@ def test_metrics_have_the_figures_of_each_pool() -> None:
     assert [value(state, now, "rrl_pool_replicas", pool="burst", what=what) for what in ("at_work", "wanted")] == [7, 9]
     assert value(state, now, "rrl_pool_replicas", pool="burst", what="queued") == 2
     assert value(state, now, "rrl_pool_tokens_total", pool="burst") == 42
-    assert value(state, now, "rrl_pool_node_seconds_total", pool="burst") == pytest.approx(7 * 4.4 * 3600)
-    assert value(state, now, "rrl_pool_node_seconds_total", pool="rollout") is None
-    assert value(state, now, "rrl_pool_node_seconds_limit", pool="burst") == 200 * 3600
+    assert value(state, now, "rrl_pool_node_hours_total", pool="burst") == pytest.approx(7 * 4.4)
+    assert value(state, now, "rrl_pool_node_hours_limit", pool="burst") == 200
+    assert value(state, now, "rrl_pool_node_hours_limit", pool="rollout") is None
     assert value(state, now, "rrl_extras") == 2
-    assert value(state, now, "rrl_replicas_wanted", role="burst") == 9
+    single = Story().works()
+    assert value(single.recorded(), single.now, "rrl_extras") is None
