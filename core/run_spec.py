@@ -592,6 +592,15 @@ class RunSpec(Struct, frozen=True):
         """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
 
+    def most_replicas(self, role: RoleSpec) -> int:
+        """Return the largest number of replicas that a role may have: elastic pools grow, and extras use the spares."""
+        if role.max_replicas is not None:
+            return role.max_replicas
+        if "rollout" not in self.tags.spare or role.kind != "rollout" or self.form != "pool":
+            return role.replicas
+        group = self.node_group_of(role.name)
+        return role.replicas + (0 if group.dedicated else self.spares * role.replicas_fitting(group.node))
+
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""
         name = role_of(replica)
