@@ -1,8 +1,7 @@
 """How often a run asks a queue that gives nothing, in virtual time: the planner of a run, without processes.
 
 Six hours of a run whose trainer waits half of the time, so that the rule always wants more replicas. The queue keeps
-the requests of the elastic pool for ever, refuses them for now, rejects them, or grants them and takes the nodes back
-after a minute.
+the requests of the elastic pool for ever, refuses them for now, or rejects them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from rrl.benchmarks._elastic_runs import ELASTIC, PLACES, POOL, TOKEN_S, growth_job
-from rrl.cluster.base import AllocationState, RejectReason
+from rrl.cluster.base import RejectReason
 from rrl.config.job.document import JobDocument
 from rrl.config.job.load import job_from
 from rrl.config.job.resolve import resolve
@@ -25,7 +24,7 @@ from rrl.tests.support.runs import write_job
 
 HOURS = 6
 STEP_S = 60.0
-KINDS = ("closed", "refused for now", "rejected", "preempted")
+KINDS = ("closed", "refused for now", "rejected")
 
 
 def spec_of(toml: str) -> RunSpec:
@@ -52,14 +51,10 @@ def requests_per_hour(kind: str) -> float:
         world.refuse = "no"
         world.refuse_reason = RejectReason.REFUSED_FOR_NOW if kind == "refused for now" else RejectReason.REFUSED
     rollout_tokens, train_s = int(STEP_S * PLACES / TOKEN_S), STEP_S / 2
-    step, asked = 0, 0
+    step = 0
     while step * STEP_S < HOURS * 3600:
         step += 1
         world.wait(STEP_S)
-        if kind == "preempted":
-            for tag, one in list(world.state.allocations.items()):
-                if one.request.node_group == POOL and one.running and one.running_since < world.now - STEP_S:  # type: ignore[operator]
-                    world.drop(tag, AllocationState.ENDED)
         trained = rollout_tokens * sum(one.role == "rollout" for one in world.state.workers)
         world.record(ev.StepCommitted(world.state.replica(TRAINER).incarnation, step, {"tokens": float(trained)}))
         readings = []

@@ -137,6 +137,7 @@ node = {{ cpus = {8 if one_node else 2}, mem = "{3 if one_node else 1}GiB" }}
 function = "light_task:make"
 [model]
 tokenizer = {{ pieces = "0123456789" }}
+max_length = 512
 [sampling]
 prompts_per_step = {prompts}
 group_size = {GROUP_SIZE}
