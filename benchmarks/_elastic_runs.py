@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rrl.core.types import Outcome
+from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request, Resize
 from rrl.manager.model.state import State
@@ -81,8 +81,8 @@ class Sample(Struct):
     over_budget_s: float
     changed_others: int
     """Number of further incarnations of workers that are not of the pool."""
-    failures_charged: int
-    """Number of fences that count as failures, of all workers."""
+    failures_charged: list[str]
+    """The evidence of each fence of a worker that counts as a failure."""
     lost: int
     """Number of trajectories that are neither trained nor dropped nor open."""
     requests: int
@@ -236,7 +236,13 @@ def sample(arm: Arm, seed: int, run: TestRun) -> Sample:
         spent_s=round(spent, 1),
         over_budget_s=round(max(0.0, spent - arm.node_hours * 3600), 1) if arm.is_elastic else 0.0,
         changed_others=sum(one.incarnation_number - 1 for one in state.workers if one.role != POOL),
-        failures_charged=sum(isinstance(action, Fence) and action.charged for _, action in decisions),
+        failures_charged=[
+            f"{action.incarnation}: {' '.join(action.why.evidence)}"
+            for _, action in decisions
+            if isinstance(action, Fence)
+            and action.charged
+            and role_of(action.incarnation.replica) not in (AGENT, STANDBY_ROLE)
+        ],
         lost=abs(audit["made"] - audit["trained"] - sum(audit["dropped"].values()) - audit["open"]),
         requests=len(_requests(events)),
         ended_allocations=sum(until < last for _, until in spans),

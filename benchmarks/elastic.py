@@ -149,7 +149,7 @@ def _print_samples(samples: Sequence[Sample]) -> None:
             str(one.requests),
             str(one.ended_allocations),
             str(one.changed_others),
-            str(one.failures_charged),
+            str(len(one.failures_charged)),
             f"{one.load:.1f}",
         ]
         for one in samples
@@ -158,6 +158,8 @@ def _print_samples(samples: Sequence[Sample]) -> None:
     for one in samples:
         if one.resizes:
             print(f"{one.arm} {one.seed}: " + ", ".join(f"{count} at {at:.0f} s" for at, count in one.resizes))
+        for failure in one.failures_charged:
+            print(f"{one.arm} {one.seed}: {failure}")
     print(flush=True)
 
 
@@ -186,7 +188,7 @@ def growth_figures(samples: Sequence[Sample]) -> dict[str, float | None]:
         "over_budget_s": max(one.over_budget_s for one in elastic),
         "time_over_best_fixed_preempted": statistics.mean(one.seconds for one in taken) / best if taken else None,
         "lost_trajectories": sum(one.lost for one in taken) if taken else None,
-        "failures_charged": sum(one.failures_charged for one in taken) if taken else None,
+        "failures_charged": sum(len(one.failures_charged) for one in taken) if taken else None,
         "time_over_fixed": mean_s(NEVER_GRANTED) / mean_s(FIXED[0]) if never else None,
     }
 
