@@ -116,14 +116,11 @@ def _segment(trajectory: int, offset: int, count: int, ends: bool, version: Vers
     return Segment(trajectory, offset, tokens, (-0.5,) * count, version)
 
 
-def unsaved_tokens(record: Path, killed_at: float) -> tuple[int, float]:
-    """Return how many tokens of a rollout that was killed at ``killed_at`` (s) were not appended.
-
-    Also returns the age (s) of the note at the kill.
-    """
+def unsaved_tokens(record: Path, dead_at: float) -> int:
+    """Return how many tokens, at most, a rollout had not appended that was found dead at ``dead_at`` (s)."""
     began, token_s, counts = json.loads(record.read_text())
-    made = int((killed_at - began) / token_s)
-    return sum(min(count, made) for count in counts), killed_at - began
+    made = int((dead_at - began) / token_s)
+    return sum(min(count, made) for count in counts)
 
 
 def main() -> None:

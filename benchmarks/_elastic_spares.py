@@ -46,7 +46,7 @@ class Sample(Struct):
     recovery_s: float
     """Time (s) from the loss of the trainer's node to the next commit."""
     lost_tokens: int
-    """Tokens that the lost rollout had generated and not appended."""
+    """Tokens that the lost rollout had generated and not appended, at most."""
 
 
 def measure(seeds: int) -> tuple[dict[str, float | None], dict[str, Any]]:
@@ -148,8 +148,7 @@ def _rollout_lost(run: TestRun, seed: int, place: Path) -> int:
     time.sleep(random.Random(-seed).uniform(10.0, 15.0))
     victim = before.replica(VICTIM)
     assert victim.node is not None
-    killed = time.time()
     crash(run.run, victim.node)
-    lost, _ = unsaved_tokens(place / "pace" / f"{str(victim.incarnation).replace('/', '-')}.json", killed)
+    lost = unsaved_tokens(place / "pace" / f"{str(victim.incarnation).replace('/', '-')}.json", time.time())
     run.wait(lambda state: state.step > before.step + 10, TIMEOUT_S)
     return lost
