@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..core.run_dir import RunDir, errors_about
 from ..core.types import UsageError
+from ..manager.reporting.accounting.pools import pool_uses
 from ..manager.reporting.accounting.run_report import Account, NoEvents, account
 from ..manager.storage.journal import replay
+from .runs import read_state
 
 
 def account_of(run: RunDir) -> Account:
@@ -17,7 +19,10 @@ def account_of(run: RunDir) -> Account:
     """
     with errors_about(run.journal):
         try:
-            return account(replay(run))
+            found = account(replay(run))
+            if (state := read_state(run)) is not None:
+                found.pools = pool_uses(state, found.now)
+            return found
         except NoEvents:
             text = f"{run.id} has not begun: its journal has no events yet; see: rrl status {run.id}"
             raise UsageError(text) from None

@@ -1,10 +1,11 @@
-"""End a run, restart one of its replicas or drain a node, by a command to its manager (:mod:`rrl.api.command_sender`).
+"""End a run, restart a replica, resize a pool or drain a node, by a command to the manager (:mod:`.command_sender`).
 
 The end of a run and a restart take two functions each: the first requests the change, the second waits for its end.
 """
 
 from __future__ import annotations
 
+import difflib
 import getpass
 import time
 from typing import NamedTuple
@@ -181,6 +182,41 @@ def _replica(state: State, name: str) -> ReplicaId:
     if state.replica(ReplicaId(name)).status is Status.COMPLETED:
         raise UsageError(f"{name} has completed; there is nothing to restart")
     return ReplicaId(name)
+
+
+# ── a rollout pool ─────────────────────────────────────────────────────────────────────────────────────────────────
+def request_resize(run: RunDir, pool: str, replicas: int | None) -> str:
+    """Have the manager of a run hold an elastic pool at a number of replicas, or, with None, choose the number again.
+
+    Returns:
+        The name of the command file that the manager has to take.
+
+    Raises:
+        UsageError: The run has ended, or the pool cannot have this number of replicas.
+        OperationFailed: The run directory cannot be written.
+    """
+    state = read_state(run)
+    if state is None:
+        raise UsageError(f"{run.id} has not begun yet; see: rrl status {run.id}")
+    if state.finish is not None:
+        ended = "is ending" if state.outcome is None else f"has ended ({state.outcome.value})"
+        raise UsageError(f"{run.id} {ended}: its pools are not resized any more")
+    roles = {role.name: role for role in state.job.roles}
+    elastic = {
+        name: (role.replicas, role.max_replicas) for name, role in roles.items() if role.max_replicas is not None
+    }
+    none = "the run has none ([rollouts.NAME] replicas = { max = 8 })"
+    has = f"the run has {', '.join(elastic)}" if elastic else none
+    if pool not in roles:
+        near = difflib.get_close_matches(pool, elastic, 1)
+        raise UsageError(f'no elastic pool "{pool}" in this run; {f"did you mean {near[0]}?" if near else has}')
+    if pool not in elastic:
+        text = f"{pool} has a fixed number of replicas ({roles[pool].replicas}); only an elastic pool can be resized"
+        raise UsageError(f"{text}: {has}")
+    fewest, most = elastic[pool]
+    if replicas is not None and not fewest <= replicas <= most:
+        raise UsageError(f"{pool} has {fewest} to {most} replicas in this run, not {replicas}; rrl resume changes both")
+    return send(run, Command("resize", getpass.getuser(), target=pool, replicas=replicas))
 
 
 # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────────────

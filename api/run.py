@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.run_dir import RunDir
 from ..core.types import OperationFailed, UsageError
-from .interventions import await_end, await_restarted, request_end, request_restart
+from .command_sender import wait_until_taken
+from .interventions import await_end, await_restarted, request_end, request_resize, request_restart
 from .logs.log_reader import LogLine, LogReader, line_filter, matcher
 from .runs import find_run
 from .step_rows import step_rows
@@ -213,6 +214,22 @@ class Run:
         request = request_restart(self._run_dir, replica)
         if wait:
             await_restarted(self._run_dir, request)
+
+    def resize(self, pool: str, replicas: int | None, *, wait: bool = True) -> None:
+        """Hold an elastic rollout pool at a number of replicas, as ``rrl resize`` does, until the run is resumed.
+
+        Args:
+            pool: The name of the pool.
+            replicas: The number of replicas; None lets the run choose it again.
+            wait: Whether to return only when the manager has taken the request. The nodes may come later.
+
+        Raises:
+            UsageError: The run has ended, or the pool cannot have this number of replicas.
+            OperationFailed: No manager takes the request.
+        """
+        name = request_resize(self._run_dir, pool, replicas)
+        if wait:
+            wait_until_taken(self._run_dir, name, f"resize {pool}")
 
     def export(self, folder: str | os.PathLike[str], step: int | None = None) -> Exported:
         """Write a committed checkpoint as a Hugging Face folder, as ``rrl export`` does (docs/export.md).

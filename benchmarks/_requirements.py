@@ -41,6 +41,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "delta": (Need.TORCH, Need.SMOLLM2, Need.UCX),
     "detection": (),
     "dispatch": (Need.TORCH,),
+    "elastic": (),
     "ettr": (Need.TORCH, Need.SLURM),
     "hostile_ports": (),
     "looks": (),

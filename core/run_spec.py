@@ -6,6 +6,7 @@ used. The journal contains it, so that ``rrl status`` needs neither pydantic nor
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -408,6 +409,18 @@ class SamplingSpec(Struct, frozen=True):
     """Maximum number of bytes of the extras of a step."""
 
 
+def batches_ahead(ahead: int, staleness: int | None, trajectories: int, places: int) -> int:
+    """Return how many batches of ``trajectories`` trajectories rollouts may work ahead (``[sampling] ahead``).
+
+    Rollouts that have places for more than one batch may work ahead as many batches as fill their places, but at most
+    ``staleness``. Otherwise most of a large fleet would wait for work. Without a limit on staleness, ``ahead`` alone
+    bounds the age of tokens and is not raised.
+    """
+    if staleness is None or places <= trajectories:
+        return ahead
+    return max(ahead, min(math.ceil(places / trajectories), staleness))
+
+
 class EvalSpec(Struct, frozen=True):
     """Evaluations during the run (:class:`rrl.config.job.schema.EvalTable`)."""
 
@@ -579,6 +592,15 @@ class RunSpec(Struct, frozen=True):
         """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
 
+    def most_replicas(self, role: RoleSpec) -> int:
+        """Return the largest number of replicas that a role may have: elastic pools grow, and extras use the spares."""
+        if role.max_replicas is not None:
+            return role.max_replicas
+        if "rollout" not in self.tags.spare or role.kind != "rollout" or self.form != "pool":
+            return role.replicas
+        group = self.node_group_of(role.name)
+        return role.replicas + (0 if group.dedicated else self.spares * role.replicas_fitting(group.node))
+
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""
         name = role_of(replica)
@@ -595,7 +617,12 @@ class RunSpec(Struct, frozen=True):
     @property
     def steps_in_store(self) -> int:
         """Return how many steps the store may hold the data of: unbound, uncommitted, and two committed ones."""
-        return self.sampling.ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
+        places = sum((r.max_replicas or r.replicas) * self.rollouts[r.name].lease for r in self.kind("rollout"))
+        sampling = self.sampling
+        ahead = batches_ahead(
+            sampling.ahead, sampling.staleness, sampling.prompts_per_step * sampling.group_size, places
+        )
+        return ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
 
     @property
     def nodes(self) -> int:

@@ -23,7 +23,7 @@ from ..cluster.base import Cluster, Refused, Unanswered
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
-from ..core.types import TRAINER, NodeName, Outcome
+from ..core.types import TRAINER, Incarnation, NodeName, Outcome
 from ..health.detection.detect import Detection
 from ..health.detection.detectors.liveness import missing_heartbeats
 from ..health.detection.detectors.node_liveness import silent_nodes
@@ -52,12 +52,15 @@ from .model.actions import (
     Readmit,
     Release,
     Request,
+    Resize,
     RestartAll,
     Shrink,
     StopStep,
     Undrain,
+    Why,
 )
 from .model.figures import token_ages
+from .model.pools import ended_by
 from .model.reducer import fold
 from .model.state import State
 from .peer_directory import DirectoryAnnouncer
@@ -316,14 +319,17 @@ class Manager:
                     self._intended_actions.append(action)
                     self._update_monitor(action)
                 else:
+                    ended = ended_by(self.state, action) if isinstance(action, Resize) else []
                     self.record(ev.Decided(action))
+                    for incarnation in ended:
+                        await self._fence(incarnation, action.why)
                     if isinstance(action, Readmit):
                         self._clear_node(action.node)
                     elif isinstance(action, Exclude) and self._was_responsive(action.node):
                         self._drop_node(action.node)
                     for fence in action.fences if isinstance(action, RestartAll) else (action,):
                         if isinstance(fence, Fence):
-                            await self._fence(fence)
+                            await self._fence(fence.incarnation, fence.why)
         # No action starts without a durable intent: if the flush fails, the actions wait for the next turn.
         if self._intended_actions and await self._flush():
             durable, self._intended_actions = self._intended_actions, []
@@ -339,13 +345,13 @@ class Manager:
         elif isinstance(action, StopStep):
             self._monitor.on_stop_requested(action.incarnation, self.now())
 
-    async def _fence(self, action: Fence) -> None:
+    async def _fence(self, incarnation: Incarnation, why: Why) -> None:
         """Remove a fenced incarnation from the monitor and notify its processes."""
-        self._tokens.retire(action.incarnation)
-        self._monitor.remove(action.incarnation)
-        if action.incarnation.replica == TRAINER:
+        self._tokens.retire(incarnation)
+        self._monitor.remove(incarnation)
+        if incarnation.replica == TRAINER:
             self.record(ev.TokensCounted(self._tokens.total(), trainer_down=True))
-        await self._message_handler.fence(action.incarnation, "; ".join(action.why.evidence))
+        await self._message_handler.fence(incarnation, "; ".join(why.evidence))
 
     async def _flush(self) -> bool:
         """Make all recorded events durable.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ...cluster.slurm.site import JobLimits, read_limits
+from ...cluster.slurm.site import JobLimits, Limit, read_limits
 from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
@@ -26,11 +26,11 @@ from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
 from ...config.model_size import weight_count
 from ...core.command_runner import run_coroutine
-from ...core.run_spec import RunSpec
+from ...core.run_spec import NodeGroup, RunSpec
 from ...core.types import UsageError
 from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
-from ...manager.bootstrap.preview import WorstCase, preview, worst_case
+from ...manager.bootstrap.preview import WorstCase, most_jobs, preview, worst_case
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from .job_folder import folder_doubts
@@ -135,18 +135,27 @@ def _preflight(
         )
     worst = worst_case(spec, foreground)
     answer, observed = run_coroutine(_ask_slurm(job, spec, foreground))
-    problems = [*answer.problems, *_exceeded_limits(worst, observed)]
+    problems = [*answer.problems, *_exceeded_limits(spec, worst, observed)]
     if certain := [with_location(document, one) for one in problems if one.certain]:
         raise UsageError("\n".join(certain))
     doubts += [with_location(document, one) for one in problems]
     return Preflight(doubts, _limits_summary(worst, observed), answer.starts)
 
 
-async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, JobLimits]:
-    answer, observed = await asyncio.gather(
-        check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch)
-    )
-    return answer, observed
+class GroupLimits(NamedTuple):
+    """The limits for jobs with the same account, partition and QOS, and the node groups that have such jobs."""
+
+    observed: JobLimits
+    groups: list[NodeGroup]
+
+
+async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, list[GroupLimits]]:
+    alike: dict[tuple[str | None, ...], list[NodeGroup]] = {}
+    for group in spec.node_groups:
+        alike.setdefault(tuple(map(group.sbatch.get, ("account", "partition", "qos"))), []).append(group)
+    limits = (read_limits(groups[0].sbatch) for groups in alike.values())
+    answer, observed = await asyncio.gather(check_with_slurm(job, spec, foreground), asyncio.gather(*limits))
+    return answer, list(map(GroupLimits, observed, alike.values()))
 
 
 def with_location(document: JobDocument, problem: Problem) -> str:
@@ -399,35 +408,45 @@ def _check_eval(job: Job) -> list[str]:
     ]
 
 
-def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
+def _exceeded_limits(spec: RunSpec, worst: WorstCase, observed: Sequence[GroupLimits]) -> list[Problem]:
     """Return a problem for each limit that the run could reach; it is ``certain`` if the run could not even start."""
+    managers = worst.jobs - sum(most_jobs(spec, group) for group in spec.node_groups)
+    groups_of: dict[Limit, list[NodeGroup]] = {}
+    for one in observed:
+        for limit in one.observed.limits:
+            groups_of.setdefault(limit, []).extend(one.groups)
     problems = []
-    for limit in observed.limits:
-        if worst.jobs_to_start > limit.max_jobs:
+    for limit, groups in groups_of.items():
+        pools = {group.name: most_jobs(spec, group) for group in groups if group.dedicated}
+        own = len(pools) < len(groups)
+        jobs = sum(most_jobs(spec, group) for group in groups) + (managers if own else 0)
+        if own and worst.jobs_to_start > limit.max_jobs:
             text = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.name} is {limit.max_jobs}"
             problems.append(Problem((), text))
-        elif worst.jobs > limit.max_jobs:
-            text = f"the run can have {worst.jobs} jobs at the same time, and {limit.name} is {limit.max_jobs}"
-            problems.append(Problem((), f"{text}: replacements may have to wait", certain=False))
-    if observed.steps_per_job and worst.steps_per_hour > observed.steps_per_job:
-        text = f"the run can start {worst.steps_per_hour} steps an hour, but MaxStepCount is {observed.steps_per_job}"
+        elif jobs > limit.max_jobs:
+            of_pools = "".join(f", {count} of them for {name}" for name, count in pools.items())
+            text = f"the run can have {jobs} jobs at the same time{of_pools}, and {limit.name} is {limit.max_jobs}"
+            key = ("rollouts", next(iter(pools)), "replicas") if pools else ()
+            late = f"{' and '.join(pools)} may stay smaller" if pools else "replacements may have to wait"
+            problems.append(Problem(key, f"{text}: {late}", certain=False))
+    steps_per_job = observed[0].observed.steps_per_job
+    if steps_per_job and worst.steps_per_hour > steps_per_job:
+        text = f"the run can start {worst.steps_per_hour} steps an hour, but MaxStepCount is {steps_per_job}"
         problems.append(Problem((), text, certain=False))
     return problems
 
 
-def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:
+def _limits_summary(worst: WorstCase, observed: Sequence[GroupLimits]) -> str:
     """Return the peak numbers of jobs and steps of the run, and the limits of Slurm that could be read."""
+    limits = dict.fromkeys(limit for one in observed for limit in one.observed.limits)
     lines = [
         f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at the same time;"
         f" {worst.jobs_per_hour} submitted within an hour",
         f"steps   {worst.steps} at the same time; {worst.steps_per_hour} started within an hour",
-        *(
-            f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}"
-            for one in observed.limits
-        ),
+        *(f"limit   {one.name} = {one.max_jobs}{'' if one.per_user else ', shared with others'}" for one in limits),
     ]
-    if observed.unknown:
-        lines.append(f"limits  UNKNOWN: {observed.unknown}")
-    elif not observed.limits:
+    if unknown := next((one.observed.unknown for one in observed if one.observed.unknown), ""):
+        lines.append(f"limits  UNKNOWN: {unknown}")
+    elif not limits:
         lines.append("limits  none for this user and these options")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -107,7 +108,8 @@ def standing(state: State) -> str:
         finding.verdict is Verdict.FAIL and not _is_on_excluded_node(state, finding)
         for finding in state.findings.values()
     )
-    if failing or any(replica.status not in NORMAL_STATUSES for replica in state.workers):
+    at_work = Counter(replica.role for replica in state.workers if replica.status in NORMAL_STATUSES)
+    if failing or any(at_work[role.name] < role.replicas * role.ranks for role in state.job.roles):
         return "recovering" if failing or state.recoveries else "starting"
     return "running"
 

@@ -10,7 +10,7 @@ SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
     "Start, watch and end runs": ("submit", "status", "top", "list", "logs", "cancel", "resume", "rm", "manage"),
     "Understand a run, and get its results": ("explain", "report", "metrics", "track", "export"),
-    "Change a run in progress": ("restart", "drain", "undrain", "inject"),
+    "Change a run in progress": ("restart", "resize", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),
     "Look after a site": ("doctor", "health"),
 }
@@ -53,6 +53,7 @@ COMMAND_WORDS = {
     "remove": "rrl rm RUN",
     "continue": "rrl resume RUN",
     "requeue": "rrl resume RUN",
+    "scale": "rrl resize RUN POOL N",
     "new": "rrl init",
     "create": "rrl init",
 }

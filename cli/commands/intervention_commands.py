@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..common.arguments import Json, NamedRun
-from ..common.completion import faults, nodes, replicas, targets
+from ..common.completion import faults, nodes, pools, replicas, targets
 from .app import app
 
 
@@ -30,6 +30,31 @@ def restart(
     from ..run import control as command
 
     raise typer.Exit(command.restart(run, replica, wait=wait))
+
+
+@app.command(short_help="Set the number of replicas of an elastic rollout pool.")
+def resize(
+    run: NamedRun,
+    pool: Annotated[
+        str, typer.Argument(metavar="POOL", show_default=False, autocompletion=pools, help="burst of [rollouts.burst].")
+    ],
+    replicas: Annotated[
+        str, typer.Argument(metavar="N|auto", show_default=False, help="Number of replicas; auto: the run chooses it.")
+    ],
+    wait: Annotated[bool, typer.Option(help="Wait until the manager has taken the command.")] = True,
+) -> None:
+    """Hold an elastic rollout pool at a number of replicas, between its min and max.
+
+    The run requests and releases nodes until it has this number, as far as the node hours of the pool last. It holds
+    the number until it is resumed, or until the size auto.
+
+    \b
+    rrl resize quick burst 6
+    rrl resize quick burst auto
+    """
+    from ..run import control as command
+
+    raise typer.Exit(command.resize(run, pool, replicas, wait=wait))
 
 
 Node = Annotated[

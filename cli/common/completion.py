@@ -67,7 +67,19 @@ def _roles(run: RunDir) -> tuple[RoleSpec, ...]:
     return job.roles if job is not None else ()
 
 
+def _pools(run: RunDir) -> Iterator[str]:
+    """Yield the rollout pools that can be resized."""
+    return (role.name for role in _roles(run) if role.is_elastic)
+
+
 def _replicas(run: RunDir) -> Iterator[str]:
+    """Yield the replicas of a run; those of a job whose number changes are read from the state of the run."""
+    from ...api.runs import job_of, read_state
+
+    job = job_of(run)
+    varies = job is not None and any(job.most_replicas(role) > role.replicas for role in job.roles)
+    if varies and (state := read_state(run)) is not None:
+        return (members[0].id for members in state.gangs)
     return (f"{role.name}/{index}" for role in _roles(run) for index in range(role.replicas))
 
 
@@ -87,9 +99,11 @@ def _processes(run: RunDir) -> Iterator[str]:
 def _targets(run: RunDir) -> Iterator[str]:
     yield from _processes(run)
     yield from _agent_nodes(run)
-    gangs = {f"{role.name}/{index}": role.ranks for role in _roles(run) for index in range(role.replicas)}
-    yield from (f"{gang}.{rank}" for gang, ranks in gangs.items() for rank in range(ranks) if ranks > 1)
+    ranks = {role.name: role.ranks for role in _roles(run)}
+    gangs = {gang: ranks.get(gang.partition("/")[0], 1) for gang in _replicas(run)}
+    yield from (f"{gang}.{rank}" for gang, count in gangs.items() for rank in range(count) if count > 1)
 
 
-nodes, replicas, targets = _of_run(_agent_nodes), _of_run(_replicas), _of_run(_targets)
+nodes, pools, replicas = _of_run(_agent_nodes), _of_run(_pools), _of_run(_replicas)
+targets = _of_run(_targets)
 selectors = _of_run(lambda run: [*_processes(run), "agent"])

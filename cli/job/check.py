@@ -29,7 +29,7 @@ from ...core.types import Resources, UsageError
 from ...core.units import duration_text
 from ...health.detection.bounds import Bound, bounds
 from ...health.detection.detectors.base import SLOW_START_FACTOR, silence_limit
-from ...manager.bootstrap.preview import Demand, demand
+from ...manager.bootstrap.preview import Demand, demand, most_nodes, pool_lines
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from ..common.output import print_json
 from ..views.formatting import size
@@ -229,13 +229,16 @@ def _lines(spec: RunSpec, needs: Demand, starts: Mapping[str, str], now: datetim
     yield "run", f"{spec.name}, {spec.steps} steps" if spec.steps else f"{spec.name}, until its commands are complete"
     traits = traits_of(spec.cluster)
     spare = f", {needs.spares} of them spare" if needs.spares else ""
+    at_most = "at most " if needs.nodes > spec.nodes else ""
     if traits.roles_run_here:
-        yield "nodes", f"{needs.nodes} virtual on this machine{spare}"
+        yield "nodes", f"{at_most}{needs.nodes} virtual on this machine{spare}"
         yield "jobs", f'none: [cluster] kind = "{spec.cluster}"'
     else:
-        groups = (f"{group.nodes} of {_resources(group.node)} for {group.name}" for group in spec.node_groups)
-        yield "nodes", f"{needs.nodes}{spare}: {'; '.join(groups)}"
+        groups = (f"{most_nodes(spec, one)} of {_resources(one.node)} for {one.name}" for one in spec.node_groups)
+        yield "nodes", f"{at_most}{needs.nodes}{spare}: {'; '.join(groups)}"
         yield "jobs", f"{needs.jobs_to_start} to start, at most {needs.jobs} at the same time"
+    for index, line in enumerate(pool_lines(spec)):
+        yield "" if index else "pools", line
     yield "GPU-hours", _hours_text(spec, needs)
     if traits.takes_batch_scripts:
         yield "start", _start_text(starts, now)
@@ -249,6 +252,8 @@ def _resources(node: Resources) -> str:
 def _hours_text(spec: RunSpec, needs: Demand) -> str:
     """Return the maximum number of GPU-hours, or of core-hours for a run without GPUs."""
     walltime = duration_text(spec.walltime)
+    if needs.nodes > spec.nodes:  # an elastic pool does not have all its nodes for the whole walltime
+        return f"at most {needs.gpu_hours:.0f}" if needs.gpus else f"none; at most {needs.core_hours:.0f} core-hours"
     if needs.gpus:
         return f"at most {needs.gpu_hours:.0f}: {plural(needs.gpus, 'GPU')} for {walltime}"
     return f"none; at most {needs.core_hours:.0f} core-hours: {plural(needs.cpus, 'core')} for {walltime}"

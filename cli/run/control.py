@@ -1,4 +1,4 @@
-"""``rrl cancel``, ``rrl restart``, ``rrl drain`` and ``rrl undrain``.
+"""``rrl cancel``, ``rrl restart``, ``rrl resize``, ``rrl drain`` and ``rrl undrain``.
 
 Each writes a user command into the run's mailbox, from which the manager takes it. They therefore also work on a
 machine that cannot connect to the manager.
@@ -16,18 +16,21 @@ from ...api.interventions import (
     await_restarted,
     request_drain,
     request_end,
+    request_resize,
     request_restart,
     request_undrain,
 )
 from ...api.runs import StateReader, find_run
 from ...core.run_dir import RunDir
-from ...core.types import NodeName, OperationFailed
+from ...core.types import NodeName, OperationFailed, UsageError
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ...manager.model.state import State
 from ...manager.planner.capacity.node_lifecycle import should_drain
 from ..common.output import print_line
 from ..views.status import retained_jobs
 
+AUTO = "auto"
+"""Size with which the run chooses the number of replicas of an elastic pool."""
 DRAIN_TIMEOUT_S = 120.0
 """Time (s) to wait for the drain after the manager took the command, in addition to the time for replacement nodes."""
 
@@ -175,4 +178,25 @@ def restart(name: str, replica: str, *, wait: bool) -> int:
         return 0
     joined = await_restarted(run, request)
     print(f"{joined.incarnation} works on {joined.node}")
+    return 0
+
+
+def resize(name: str, pool: str, size: str, *, wait: bool) -> int:
+    """Hold an elastic pool at ``size`` replicas; with ``auto``, let the run choose their number again.
+
+    Returns exit code 0 once the manager has taken the command, or, without ``wait``, once the command is written for
+    the manager. The nodes of a larger pool may come much later.
+    """
+    if size != AUTO and not (size.isascii() and size.isdigit()):
+        raise UsageError(f'"{size}" is not a number of replicas; write a whole number, or {AUTO}')
+    run = find_run(name)
+    file_name = request_resize(run, pool, None if size == AUTO else int(size))
+    if not wait:
+        print(f"{run.id}: its manager is asked to resize {pool}")
+        return 0
+    wait_until_taken(run, file_name, f"resize {pool}")
+    if size == AUTO:
+        print(f"{pool}: the run chooses the number of replicas again")
+    else:
+        print(f"{pool}: held at {size} until the run is resumed, or until: rrl resize {run.id} {pool} {AUTO}")
     return 0

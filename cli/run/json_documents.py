@@ -13,6 +13,7 @@ from ...api.watching.run_state import standing
 from ...core.faults import Fault
 from ...core.run_dir import RunDir
 from ...core.types import Outcome
+from ...manager.model.pools import PoolFigures, extras, pool_figures
 from ...manager.model.state import State
 from ...manager.model.table import as_dict
 from ...manager.reporting.summary import RunFigures, run_figures
@@ -56,6 +57,10 @@ class StatusFigures(RunFigures, frozen=True, kw_only=True):
     metrics_failure: str
     """Why the manager serves no metrics; empty if it serves them, or if the job requests none."""
     pace: Pace
+    rollout_pools: dict[str, PoolFigures]
+    """The rollout pools, by name. Rollouts on spares belong to the pool ``rollout``."""
+    extras: int
+    """Number of rollouts that work on spares."""
 
 
 def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure: str) -> dict[str, Any]:
@@ -67,11 +72,14 @@ def status_document(run: RunDir, state: State, judged: Liveness, metrics_failure
         judged: What is known about its manager.
         metrics_failure: Why the manager serves no metrics.
     """
+    until = known_until(state, time.time(), (judged.note,))
     figures = StatusFigures(
+        rollout_pools={role.name: pool_figures(state, role, until) for role in state.job.kind("rollout")},
+        extras=extras(state),
         standing=judged.standing or standing(state),
         note=str(judged),
         metrics_failure=metrics_failure,
-        pace=pace_of(state, known_until(state, time.time(), (judged.note,)), frozen=bool(judged.note)),
+        pace=pace_of(state, until, frozen=bool(judged.note)),
         **run_figures(state, model_folders(run, state.step)),
     )
     decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state, enc_hook=as_dict))

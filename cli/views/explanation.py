@@ -26,7 +26,7 @@ MIN_TEXT_COLUMNS = 20
 """Minimum number of columns of the texts, even on a narrow terminal."""
 AS_EXPECTED = "as expected so far"
 """Result of an effect that is expected to last, and has lasted so far."""
-_ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red", Arrival.OPEN: "yellow"}
+_ARRIVAL = {Arrival.CAME: "green", Arrival.HOLDS: "green", Arrival.MISSED: "red"}
 
 
 def explanation_view(explanations: Sequence[Explanation], *, grouped: bool) -> RenderableType:
@@ -146,7 +146,7 @@ def _expected(explanation: Explanation) -> Text:
     why, result = explanation.action.why, explanation.result
     by = f" by {_deadline(why.deadline, explanation.at)}" if why.deadline is not None else ""
     text = Text(f"{why.expects or 'it is done'}{by}: ")
-    text.append(_result_text(result, explanation.at), _ARRIVAL[result.arrival])
+    text.append(_result_text(result, explanation.at), _ARRIVAL.get(result.arrival, "yellow"))
     if is_late(explanation):
         text.append(" (too late)", "yellow")
     return text
@@ -162,7 +162,7 @@ def _result_text(result: Result, decided_at: float) -> str:
     if result.at is None:
         return AS_EXPECTED if result.arrival is Arrival.HOLDS else result.arrival.value
     after = f"after {stage(result.at - decided_at)}"
-    if result.arrival is Arrival.MISSED:
+    if result.arrival in (Arrival.MISSED, Arrival.OVER):
         return f"{result.arrival.value}: {result.text}, {after}"
     return f"{result.arrival.value} {after}, {result.text}"
 
@@ -221,7 +221,8 @@ class DecisionRecord(Struct, frozen=True):
     """What the decision should achieve."""
     deadline: float | None
     result: str
-    """What became of the expected effect: ``came``, ``did not come``, ``awaited`` or ``holds so far``."""
+    """What became of the expected effect: ``came``, ``did not come``, ``awaited``, ``no longer awaited`` or
+    ``holds so far``."""
     result_text: str
     result_time: float | None
     late: bool

@@ -1,4 +1,4 @@
-"""Render the pace of a run: seconds of a step, ETTR, idle shares, tokens, episodes. The functions are pure."""
+"""Render the pace of a run: seconds of a step, ETTR, idle shares, rollout pools, tokens, episodes. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...core.text import plural, span
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.step_times import seconds_per_step
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
+from ...manager.model.pools import extras, pool_figures
 from ...manager.model.queries import received_weights, weights_lag_steps
 from ...manager.model.state import Evaluation, Replica, State
 from .formatting import number
@@ -66,6 +67,38 @@ def token_rates(state: State) -> list[Text]:
         if per_second:
             rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
     return rates
+
+
+def pool_texts(state: State, now: float) -> list[Text]:
+    """Return how many rollouts of each pool work at ``now`` (manager's time, s), and how many of them on spares.
+
+    The list is empty if the run has a single pool and none of its rollouts is on a spare.
+    """
+    pools, on_spares = state.job.kind("rollout"), extras(state)
+    if len(pools) < 2 and not on_spares:
+        return []
+    texts = [_pool_text(state, role, now) for role in pools if role.replicas or role.is_elastic]
+    return [*texts, *([Text(f"spares {on_spares} generating", "green")] if on_spares else [])]
+
+
+def _pool_text(state: State, role: RoleSpec, now: float) -> Text:
+    pool, details = pool_figures(state, role, now), []
+    if role.is_elastic and pool.wanted != pool.at_work:
+        details.append(f"wanted {pool.wanted}")
+    if pool.queued_nodes and state.job.node_group_of(role.name).dedicated:
+        details.append(f"{pool.queued_nodes} in the queue")
+    if role.is_elastic:
+        details.append(f"{_hours(pool.spent_node_s)} of {_hours(pool.budget_node_s)} node hours")
+    if pool.held is not None:
+        details.append("held by a user")
+    fixed = f"{_plural(role)} {min(pool.at_work, role.replicas)} of {role.replicas}"
+    text = f"{role.name} {pool.at_work}" if role.is_elastic else fixed
+    return Text(f"{text} ({', '.join(details)})" if details else text)
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 class Pace(Struct, frozen=True):
@@ -186,7 +219,7 @@ def _timed_roles(state: State) -> list[RoleSpec]:
 
 
 def _plural(role: RoleSpec) -> str:
-    return role.name if role.replicas == 1 else f"{role.name}s"
+    return role.name if role.replicas == 1 or role.name != role.kind else f"{role.name}s"
 
 
 def packed(label: str, parts: Sequence[Text], width: int) -> Iterator[tuple[str, Text]]:

@@ -5,6 +5,7 @@ Every line fits 80 columns; wider terminals show more details. Texts wrap instea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
@@ -21,7 +22,7 @@ from ...manager.model.figures import token_ages
 from ...manager.model.figures.stream_figures import EPISODE_METRICS, SHOWN_METRICS, TOKENS_AGED, as_count
 from ...manager.model.queries import progress, reached_step, weights_lag_steps
 from ...manager.model.reduce_nodes import DRAIN
-from ...manager.model.state import Allocation, Node, Replica, State
+from ...manager.model.state import Allocation, Node, Replica, State, Status
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import LABEL_COLUMNS, OUTCOME_COLOUR, bar, curve, folded, labelled, number, resampled
 from .pace import (
@@ -32,6 +33,7 @@ from .pace import (
     length_figures,
     packed,
     percent,
+    pool_texts,
     progress_figures,
     token_rates,
 )
@@ -129,11 +131,17 @@ def one_line(state: State, now: float, note: str = "", known_standing: str = "")
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.finish is None and state.outcome is None:
         failures = failures_of(state)
-        unusual = [replica for replica in state.workers if replica.status not in NORMAL_STATUSES]
+        parts += [text.plain for text in pool_texts(state, now)]
+        unusual = [one for one in state.workers if one.status not in NORMAL_STATUSES and not _is_queued(state, one)]
         parts += [f"{one.incarnation} {doing(state, one, now, failures).word}" for one in unusual[:MAX_LISTED]]
     if note:
         parts.append("its manager does not respond" if known_standing else note)
     return ", ".join(parts)
+
+
+def _is_queued(state: State, replica: Replica) -> bool:
+    """Return whether a replica waits for a node of its elastic pool, which is normal for any length of time."""
+    return replica.status is Status.WANTED and not replica.failures and state.job.role(replica.role).is_elastic
 
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +182,7 @@ def _facts(
     until = known_until(state, now, notes)
     yield from _of_training(state, until, width, bool(notes))
     if state.outcome is None:
-        yield from _of_nodes(state, now, width, held)
+        yield from _of_nodes(state, now, until, width, held)
         if state.cluster_unknown:
             yield "cluster", bounded(_unknown_cluster(state, now), "yellow")
         for label, note in zip(("manager", ""), notes or (_manager(state, now),), strict=False):
@@ -220,12 +228,15 @@ def _of_training(state: State, until: float, width: int, frozen: bool) -> Iterat
         yield "dropped", bounded(unscored_text(groups, state.metrics.get("unscored_share", 0.0)), "yellow")
 
 
-def _of_nodes(state: State, now: float, width: int, held: dict[NodeName, str]) -> Iterator[tuple[str, Text]]:
-    """Yield (label, text) of nodes, their GPUs, drains, and weights.
+def _of_nodes(
+    state: State, now: float, until: float, width: int, held: dict[NodeName, str]
+) -> Iterator[tuple[str, Text]]:
+    """Yield (label, text) of nodes, rollout pools as known at ``until``, GPUs, drains, and weights.
 
     ``held`` has a line for each failed node that the circuit breaker keeps in use.
     """
     yield "nodes", _nodes(state)
+    yield from packed("pools", pool_texts(state, until), width - _LABEL_COLUMNS)
     yield from packed("gpus", _gpus(state, now), width - _LABEL_COLUMNS)
     for label, line in _nodes_left(state, now):
         yield label, bounded(line, "yellow")
@@ -352,6 +363,7 @@ def _nodes(state: State) -> Text:
         return Text(f"none yet, {state.job.nodes} wanted" + (f" ({pending[0]})" if pending else ""), "yellow")
     agents = {replica.node for replica in state.replicas.values() if replica.role == AGENT and replica.pid}
     used = {replica.node for replica in state.workers if replica.is_current}
+    used |= {node.name for node in state.nodes.values() if is_of_pool(state, node)}
     good = [n for n in state.nodes.values() if not node_trouble(n)]
     spare = [n.name for n in good if n.name not in used]
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
@@ -368,10 +380,20 @@ def _nodes(state: State) -> Text:
             troubles.setdefault(trouble, []).append(node.name)
     for trouble, names in troubles.items():
         text.append(f"  {folded(names)} {trouble}", "red")
+    queued = Counter[str]()
     for allocation in state.allocations.values():
         if allocation_text := _allocation_trouble(allocation):
             text.append(f"  {allocation_text}", "yellow")
+        elif allocation.pending and allocation.status is not None:
+            queued[allocation.status.detail] += allocation.request.count
+    for detail, count in queued.items():
+        text.append(f"  {count} more requested ({detail})", "yellow")
     return text
+
+
+def is_of_pool(state: State, node: Node) -> bool:
+    """Return whether a node is one of a further rollout pool, which is no spare even if it is idle."""
+    return any(group.dedicated and group.name == node.node_group for group in state.job.node_groups)
 
 
 def _nodes_left(state: State, now: float) -> Iterator[tuple[str, str]]:
@@ -424,8 +446,6 @@ def _allocation_trouble(allocation: Allocation) -> str:
     if allocation.status is None or allocation.releasing or allocation.orphan:
         return ""
     nodes = folded(allocation.status.nodes)
-    if allocation.pending:
-        return f"{allocation.request.count} more requested ({allocation.status.detail})"
     return f"{nodes} suspended" if allocation.suspended else f"{nodes} preempted" if allocation.reclaimed else ""
 
 

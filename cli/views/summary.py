@@ -46,6 +46,8 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     with_weights = [role for role, kind in (stream.get("kinds") or {}).items() if ROLE_TRAITS[kind].has_weights]
     for index, role in enumerate(role for role in with_weights if role in stream["idle"]):
         facts.add_row("" if index else "time", idle_text(role, stream["idle"][role]))
+    for index, pool in enumerate(summary.get("rollout_pools") or []):
+        facts.add_row("" if index else "pools", _pool_text(pool))
     if agents := _agents(summary):
         facts.add_row("agents", agents)
     if (age := summary.get("max_age")) is not None:
@@ -81,6 +83,13 @@ def model_folder_rows(folders: ModelFolders) -> Iterator[tuple[str, Text]]:
         yield "checkpoint", Text(f"step {folders.checkpoint.step}: {folders.checkpoint.path}")
     export = None if folders.export is None else msgspec.structs.asdict(folders.export)
     yield from _model_rows(export, folders.export_failure)
+
+
+def _pool_text(pool: dict[str, Any]) -> str:
+    hours, budget, rate = (pool.get(key) for key in ("node_hours", "budget_node_hours", "tokens_per_node_hour"))
+    of = "" if budget is None else f" of {budget:.3g}"
+    each = "" if rate is None else f", {rate:,.0f} in each"
+    return f"{pool.get('pool')} {pool.get('tokens') or 0:,} tokens in {hours or 0:.3g}{of} node hours{each}"
 
 
 def _agents(summary: dict[str, Any]) -> Text | None:

@@ -136,7 +136,7 @@ async def submit_pool(run: RunDir, spec: RunSpec) -> None:
 
 def pool_script(run_id: str, spec: RunSpec, run_dir: str) -> str:
     """Return the batch script of the pool. Raises ValueError for an sbatch option that cannot be passed on."""
-    (request,) = initial_requests(run_id, spec)
+    request, *_ = initial_requests(run_id, spec)
     command = (spec.env.python or sys.executable, "-P", "-m", "rrl.manager.bootstrap.pool_supervisor", run_dir)
     return batch_script(request, command, output=f"{run_dir}/submit/{POOL_LOG}")
 
@@ -145,7 +145,7 @@ def own_allocation_tag(run_id: str, spec: RunSpec) -> str:
     """Return the tag of the allocation in which this process runs as the manager; empty if it runs elsewhere."""
     if spec.manager.where != "pool":
         return ""
-    (request,) = initial_requests(run_id, spec)
+    request, *_ = initial_requests(run_id, spec)
     return request.tag if os.environ.get("SLURM_JOB_NAME") == request.tag else ""
 
 

@@ -23,8 +23,8 @@ from ...cluster.slurm.requests import Partition, batch_script, eligible, require
 from ...config.job.schema import Job
 from ...core.run_spec import RunSpec
 from ...core.units import duration_text
-from ..planner.capacity.allocation_requests import initial_requests
 from . import manager_job
+from .preview import requests_by_group
 
 _RUN_ID = "trial"
 _KEYS = (
@@ -88,8 +88,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     starts: dict[str, str] = {}
     try:
         partitions = await site.query_partitions()
-        # requests of one node group differ only by their tags
-        for request in {one.node_group: one for one in initial_requests(_RUN_ID, spec)}.values():
+        for request in requests_by_group(_RUN_ID, spec).values():
             too_large = [
                 problem
                 for component in (request, *request.further_components)

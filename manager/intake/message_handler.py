@@ -150,12 +150,13 @@ class MessageHandler:
         if worker is not None:
             await self._context.send(worker, msg.Fenced(incarnation, why), None)
         state = self._context.state()
-        replica = state.replica(incarnation.replica)
-        if replica.incarnation != incarnation or replica.step is None or not uses_worker_api(state, incarnation):
+        steps = ((tag, orphan.node) for tag, orphan in state.orphan_steps.items() if orphan.incarnation == incarnation)
+        step, node = next(steps, ("", ""))  # an elastic pool may have given the replica itself up
+        if not step or not uses_worker_api(state, incarnation):
             return
-        agent = state.replica(replica_id(AGENT, replica.node or "")).step or ""
-        if (peer := self._peers.steps.get(replica.step) or self._peers.steps.get(agent)) is not None:
-            await self._context.send(peer, msg.Fenced(incarnation, why, replica.step), None)
+        agent = state.replica(replica_id(AGENT, node)).step or ""
+        if (peer := self._peers.steps.get(step) or self._peers.steps.get(agent)) is not None:
+            await self._context.send(peer, msg.Fenced(incarnation, why, step), None)
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _admission_request(self, incoming: Incoming, message: msg.AdmissionRequest) -> None:

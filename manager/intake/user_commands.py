@@ -25,7 +25,7 @@ _MAX_COMMAND_BYTES = 4 * 2**20
 
 
 class Command(Struct, frozen=True):
-    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault.
+    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, ``resize``, or ``inject`` with its fault.
 
     ``id`` is the name of the command's file. A command whose id was handled before is ignored.
     """
@@ -35,11 +35,13 @@ class Command(Struct, frozen=True):
     id: str = ""
     fault: Fault | None = None
     target: str = ""
-    """Replica of ``restart``; node of ``drain`` and ``undrain``."""
+    """Replica of ``restart``; node of ``drain`` and ``undrain``; rollout pool of ``resize``."""
     reason: str = ""
     """Reason of ``drain``, as the user wrote it."""
     keep_allocations: bool = False
     """Whether ``cancel`` keeps the allocations."""
+    replicas: int | None = None
+    """Number of replicas to which ``resize`` holds the pool; None if the planner chooses it again."""
 
 
 def pending_commands(run: RunDir) -> list[Command]:
@@ -70,11 +72,9 @@ def acknowledge(run: RunDir, command: Command) -> None:
 def to_events(command: Command, state: State) -> list[ev.Event]:
     """Return the events that record a command. The rejection of a fault is recorded too, with the reason."""
     if command.fault is None:
-        by = command.by or "somebody"
+        by, keep = command.by or "somebody", command.keep_allocations
         return [
-            ev.CommandReceived(
-                command.command, by, command.id, command.target, command.keep_allocations, command.reason
-            )
+            ev.CommandReceived(command.command, by, command.id, command.target, keep, command.reason, command.replicas)
         ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
     if fault.id in known_fault_ids(state):
@@ -101,7 +101,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         return InvalidFault(FaultProblem.OTHER, f"the run has ended already: {state.outcome.value}")
     if state is not None and state.finish is not None:
         return InvalidFault(FaultProblem.OTHER, f"the run is ending ({state.finish.outcome.value})")
-    replicas = {role.name: role.replicas for role in job.roles}
+    replicas = {role.name: job.most_replicas(role) for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
     if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return wrong

@@ -209,18 +209,20 @@ class FaultInjected(Struct, frozen=True, tag=True):
 
 
 class CommandReceived(Struct, frozen=True, tag=True):
-    """A user has requested ``cancel``, ``restart``, ``drain`` or ``undrain``."""
+    """A user has requested ``cancel``, ``restart``, ``drain``, ``undrain`` or ``resize``."""
 
     command: str
     by: str
     id: str
     """Id of the mailbox file, by which a command is handled only once."""
     target: str = ""
-    """Replica to restart, or node to drain or undrain."""
+    """Replica to restart, node to drain or undrain, or rollout pool to resize."""
     keep_allocations: bool = False
     """True if ``cancel`` must not release the allocations."""
     reason: str = ""
     """Reason that the user gave for a ``drain``."""
+    replicas: int | None = None
+    """Number of replicas to which ``resize`` holds the pool; None if the planner chooses it again."""
 
 
 class FaultRequested(Struct, frozen=True, tag=True):

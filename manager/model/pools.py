@@ -1,11 +1,16 @@
-"""What an elastic rollout pool has, wants and has spent, and which rollouts are extras. Pure."""
+"""What an elastic rollout pool has, wants, has spent and may still spend, and which rollouts are extras. Pure."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from ...core.run_spec import RoleSpec
+from ...core.run_spec import RoleSpec, RunSpec
+from ...core.types import Incarnation, member_id
+from .actions import Resize
 from .state import Allocation, PoolState, State, Status
+
+MIN_WALLTIME_S = 60.0
+"""Minimum walltime (s) of a request. Slurm counts whole minutes."""
 
 
 class PoolFigures(Struct, frozen=True):
@@ -44,9 +49,33 @@ def pool_state(state: State, pool: str) -> PoolState:
 
 def spent_node_s(state: State, pool: str, now: float) -> float:
     """Return the node seconds that the allocations of a further pool have used until ``now`` (manager's time, s)."""
-    running = (a for a in _allocations(state, pool) if a.running_since is not None)
-    used = sum((now - a.running_since) * a.request.count for a in running if a.running_since is not None)
+    used = sum(a.used_s(now) * a.request.count for a in _allocations(state, pool))
     return pool_state(state, pool).spent_node_s + used
+
+
+def affordable(state: State, role: RoleSpec, now: float) -> tuple[int, float]:
+    """Return how many more requests the budget of an elastic pool allows, and the walltime (s) of each, at most.
+
+    Each allocation and each request reserves its whole walltime until it ends. What is not reserved is shared among the
+    requests that the pool may still make, so that the first ones leave something for the last.
+    """
+    made = _allocations(state, role.name)
+    reserved = sum(max(a.used_s(now), a.request.walltime) * a.request.count for a in made)
+    free = role.node_seconds - pool_state(state, role.name).spent_node_s - reserved
+    share = free / max(1, (role.max_replicas or 0) * role.nodes - len(made))
+    return int(max(0.0, free) // MIN_WALLTIME_S), max(MIN_WALLTIME_S, share // MIN_WALLTIME_S * MIN_WALLTIME_S)
+
+
+def elastic_role(job: RunSpec) -> RoleSpec | None:
+    """Return the elastic pool of a job; None if it has none. A job has at most one."""
+    return next((role for role in job.roles if role.is_elastic), None)
+
+
+def ended_by(state: State, resize: Resize) -> list[Incarnation]:
+    """Return the current incarnations that a resize ends."""
+    ranks = state.job.role(resize.pool).ranks
+    members = (state.replica(member_id(id, rank)) for id in resize.stop for rank in range(ranks))
+    return [member.incarnation for member in members if member.is_current]
 
 
 def extras(state: State) -> int:

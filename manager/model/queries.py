@@ -63,6 +63,18 @@ def has_worked(state: State, role: str) -> bool:
     return role in state.worked
 
 
+def substitutes(job: RunSpec, role: str) -> frozenset[str]:
+    """Return the roles that can do the work of a role: all rollout pools for a rollout pool, else the role alone."""
+    kind = job.role(role).kind
+    return frozenset(other.name for other in job.kind(kind)) if kind == "rollout" else frozenset({role})
+
+
+def others_may_work(state: State, role: str) -> bool:
+    """Return whether another rollout pool has worked or may still work, so that the run can go on without this one."""
+    others = substitutes(state.job, role) - {role}
+    return any(m.role in others and (m.ever_worked or m.status is not Status.RETIRED) for m in state.workers)
+
+
 def failed_first_starts(state: State, replica: Replica) -> int:
     """Return how many first starts of the replica failed: the greater of two counts.
 

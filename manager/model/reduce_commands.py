@@ -1,4 +1,4 @@
-"""Reduce user commands (cancel, restart, drain, resume, faults) and restarts of the whole run into the state. Pure."""
+"""Reduce user commands (cancel, restart, drain, resize, resume, faults), resized pools and full restarts. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from ...core.run_spec import RunSpec
 from ...core.types import ReplicaId, gang_of, is_support, member_id, replica_id
 from . import events as ev
 from .actions import Fence, Resize, RestartAll, Rung
+from .pools import elastic_role, pool_state
 from .reduce_nodes import DRAIN, UNDRAIN, on_node_command, without_departed
 from .reduce_replicas import MAX_RESTART_BACKOFF_S, on_fence, with_replica
-from .state import Allocation, Node, Replica, State, Status
+from .state import Allocation, Node, PoolState, Replica, State, Status
 from .table import put, without
 
+RESIZE = "resize"
+"""Command of users about a rollout pool."""
 _ROLE = "role"
 """Value of ``recovery.policy`` with which the whole run is restarted only if no smaller repair is left."""
 
@@ -24,10 +27,23 @@ def on_command(state: State, at: float, event: ev.CommandReceived) -> State:
         return replace(state, cancelled_by=event.by, keep_allocations=event.keep_allocations)
     if event.command in (DRAIN, UNDRAIN):
         return on_node_command(state, at, event)
+    if event.command == RESIZE:
+        return _on_resize_command(state, event)
     target = ReplicaId(event.target)
     if event.command == "restart" and target in state.replicas and state.finish is None:
         return replace(state, requested_restarts=put(state.requested_restarts, gang_of(target), event.by))
     return state
+
+
+def _on_resize_command(state: State, event: ev.CommandReceived) -> State:
+    """Record the number of replicas that a user sets; a number that the pool cannot have is ignored."""
+    role = elastic_role(state.job)
+    if role is None or role.name != event.target or state.finish is not None:
+        return state
+    if event.replicas is not None and not role.replicas <= event.replicas <= (role.max_replicas or 0):
+        return state
+    pool = replace(pool_state(state, role.name), held=event.replicas, resized_step=-1)
+    return replace(state, pools={**state.pools, role.name: pool})
 
 
 def on_fault_requested(state: State, at: float, event: ev.FaultRequested) -> State:
@@ -42,8 +58,9 @@ def on_fault_requested(state: State, at: float, event: ev.FaultRequested) -> Sta
 def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     """Restart an ended run from its last commit: all replicas are launched again with new budgets.
 
-    The run uses its remaining allocations if they fit the job. Excluded nodes stay excluded, and no incarnation number
-    is used twice. The nodes' results of ``[env] probe`` are dropped, since the job may have been corrected.
+    The run uses its remaining allocations if they fit the job. Excluded nodes stay excluded, no incarnation number is
+    used twice, and what elastic pools have spent stays spent. The nodes' results of ``[env] probe`` are dropped, since
+    the job may have been corrected.
     """
     state = replace(state, handled_commands=(*state.handled_commands, event.id))
     if state.outcome is None:
@@ -61,7 +78,12 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
     for tag, allocation in allocations.items():
         nodes = without_departed(nodes, tag, ()) if allocation.orphan else nodes
     nodes = {name: node for name, node in nodes.items() if node.allocation or node.excluded is not None}
-    has_nodes = any(allocation.running for allocation in allocations.values())
+    elastic = elastic_role(state.job)
+    pools = {**({elastic.name: PoolState()} if elastic is not None else {}), **state.pools}
+    has_nodes = any(
+        allocation.running and not event.job.node_group(allocation.request.node_group).dedicated
+        for allocation in allocations.values()
+    )
     paused_s = state.paused_s + (0.0 if state.ended is None else at - state.ended)
     return replace(
         state,
@@ -91,6 +113,8 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
         node_commands={},
         full_restarts=(),
         baselines={},
+        balance=(),
+        pools={name: PoolState(spent_node_s=pool.spent_node_s) for name, pool in pools.items()},
         commits=(),
         gpu_use={},
     )
@@ -147,7 +171,10 @@ def on_resize(state: State, at: float, action: Resize) -> State:
         if id not in state.replicas:
             replica = Replica(id, incarnation_number=numbers.pop(id, 0), since=at, down_since=at)
             state = replace(state, replicas=put(state.replicas, id, replica))
-    return replace(state, past_incarnations=numbers)
+    pools = state.pools
+    if role.is_elastic:
+        pools = {**pools, role.name: replace(pool_state(state, role.name), resized_step=state.step)}
+    return replace(state, past_incarnations=numbers, pools=pools)
 
 
 def on_restart_all(state: State, at: float, action: RestartAll) -> State:

@@ -11,6 +11,7 @@ from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from ...core.types import NodeName, Resources, Verdict, is_support
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
+from .pools import elastic_role, pool_state
 from .queries import extra_rollouts
 from .reduce_replicas import RETRY_PAUSE_S, with_replica
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
@@ -48,21 +49,16 @@ def on_request_intended(state: State, at: float, request: AllocationRequest) -> 
 def on_release_intended(state: State, at: float, tag: str) -> State:
     """Record the release of an allocation.
 
-    A request that could never have been met counts as rejected, which limits how often it is repeated.
+    A request that could never have been met counts as rejected, which limits how often it is repeated. So does one of
+    an elastic pool that was refused for now.
     """
-    allocation = state.allocations.get(tag)
-    if (
-        allocation is not None
-        and allocation.pending
-        and allocation.status is not None
-        and allocation.status.unsatisfiable_reason
-    ):
-        state = _add_rejected_request(
-            state,
-            RejectedRequest(
-                tag, at, f"{tag}: {allocation.status.unsatisfiable_reason}", node_group=allocation.request.node_group
-            ),
-        )
+    allocation, elastic = state.allocations.get(tag), elastic_role(state.job)
+    if allocation is not None and allocation.pending and allocation.status is not None:
+        node_group, why = allocation.request.node_group, allocation.status.unsatisfiable_reason
+        if not why and allocation.refused and elastic is not None and elastic.name == node_group:
+            why = allocation.status.detail
+        if why:
+            state = _add_rejected_request(state, RejectedRequest(tag, at, f"{tag}: {why}", node_group=node_group))
     return _with_allocation(state, tag, releasing=True)
 
 
@@ -110,6 +106,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
         state = _note_reclaimed(
             _note_external_cancellation(state, at, allocation, event.status), at, allocation, event.status
         )
+        state = _note_spent(state, at, allocation)
         if not (allocation.releasing or allocation.orphan) and allocation.running_since is None:
             detail = (event.status.detail if event.status else "") or "no longer in the queue"
             state = _add_rejected_request(
@@ -142,7 +139,7 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
     if allocation.running or allocation.pending:  # the walltime of a requeued allocation starts again
         since = (at if since is None else since) if allocation.running else None
     ending = (at if allocation.ending_since is None else allocation.ending_since) if allocation.ending else None
-    allocation = replace(allocation, running_since=since, ending_since=ending)
+    allocation = replace(_with_suspension(allocation, at), running_since=since, ending_since=ending)
     if allocation.orphan:
         return replace(state, allocations=put(state.allocations, event.tag, allocation))
     nodes = without_departed(state.nodes, event.tag, event.status.nodes)
@@ -152,7 +149,8 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
         if node.allocation != event.tag:
             node = replace(node, allocation=event.tag, status=None, release_result=None)
         nodes[name] = replace(node, node_group=allocation.request.node_group)
-    began = at if state.running_since is None and allocation.running else state.running_since
+    begins = state.running_since is None and allocation.running
+    began = at if begins and not _is_dedicated(state, allocation) else state.running_since
     orphan_steps = {
         tag: orphan
         for tag, orphan in state.orphan_steps.items()
@@ -165,6 +163,31 @@ def on_allocation_changed(state: State, at: float, event: ev.AllocationChanged) 
         running_since=began,
         orphan_steps=orphan_steps,
     )
+
+
+def _is_dedicated(state: State, allocation: Allocation) -> bool:
+    """Return whether the allocation is of a further rollout pool, whose nodes the run does not need to begin."""
+    return any(group.dedicated and group.name == allocation.request.node_group for group in state.job.node_groups)
+
+
+def _with_suspension(allocation: Allocation, at: float) -> Allocation:
+    """Return the allocation with the times of its suspensions as of its newest status."""
+    since = allocation.suspended_since
+    if allocation.suspended:
+        return replace(allocation, suspended_since=at) if since is None else allocation
+    if since is None:
+        return allocation
+    return replace(allocation, suspended_since=None, suspended_s=allocation.suspended_s + at - since)
+
+
+def _note_spent(state: State, at: float, allocation: Allocation) -> State:
+    """Add what an ended allocation has used to what its elastic pool has spent, even if the job lacks this pool now."""
+    name, elastic = allocation.request.node_group, elastic_role(state.job)
+    if name not in state.pools and (elastic is None or elastic.name != name):
+        return state
+    pool = pool_state(state, name)
+    spent = pool.spent_node_s + allocation.used_s(at) * allocation.request.count
+    return replace(state, pools={**state.pools, name: replace(pool, spent_node_s=spent)})
 
 
 def _belongs_to(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:

@@ -27,6 +27,7 @@ from .actions import (
     fault_tag,
 )
 from .figures import idle_times
+from .figures.balance import with_sample
 from .reduce_commands import members_of, on_command, on_fault_requested, on_resize, on_restart_all, on_resumed
 from .reduce_nodes import (
     on_allocation_changed,
@@ -217,7 +218,8 @@ def _on_baselines_learned(state: State, at: float, event: ev.BaselinesLearned) -
 
 
 def _on_clocks_recorded(state: State, at: float, event: ev.ClocksRecorded) -> State:
-    return replace(state, idle_times=idle_times.with_readings(state.idle_times, at, event.readings))
+    times = idle_times.with_readings(state.idle_times, at, event.readings)
+    return replace(state, idle_times=times, balance=with_sample(state.balance, state.job, state.step, times))
 
 
 def _on_evaluated(state: State, at: float, event: ev.Evaluated) -> State:

@@ -34,6 +34,7 @@ from ...core.types import (
 )
 from ...health.detection.baselines import RoleBaseline
 from .actions import ExternalAction, Finish
+from .figures.balance import Sample
 from .figures.idle_times import IdleTimes
 from .figures.reward_curve import Rewards
 from .figures.step_times import Commit
@@ -265,6 +266,10 @@ class Allocation(Struct, frozen=True):
     """Manager's time (s) since which the cluster reports that the request can never be met."""
     ending_since: float | None = None
     """Manager's time (s) at which the allocation was first observed to be ending."""
+    suspended_since: float | None = None
+    """Manager's time (s) at which the allocation was first observed to be suspended; None if it is not suspended."""
+    suspended_s: float = 0.0
+    """Total seconds of its earlier suspensions."""
 
     @property
     def ends_at(self) -> float:
@@ -276,7 +281,13 @@ class Allocation(Struct, frozen=True):
             return float("inf")
         if self.status is not None and self.status.time_left_s is not None:
             return self.status_at + self.status.time_left_s
-        return self.running_since + self.request.walltime
+        return self.running_since + self.request.walltime + self.suspended_s
+
+    def used_s(self, now: float) -> float:
+        """Return how long (s) the allocation has run until ``now`` (manager's time, s), without its suspensions."""
+        if self.running_since is None:
+            return 0.0
+        return (now if self.suspended_since is None else self.suspended_since) - self.running_since - self.suspended_s
 
     @property
     def pending(self) -> bool:
@@ -350,7 +361,8 @@ class PoolState(Struct, frozen=True):
     """What is recorded about an elastic rollout pool, apart from its replicas and its allocations."""
 
     resized_step: int = 0
-    """Training step that was committed when the planner last changed the number of replicas."""
+    """Training step that was committed when the number of replicas last changed; -1 after a user's command, which need
+    not wait for the next step."""
     held: int | None = None
     """Number of replicas that a user has set; None if the planner chooses it."""
     spent_node_s: float = 0.0
@@ -405,6 +417,8 @@ class State(Struct, frozen=True, dict=True):
     rewards: Rewards = Rewards()
     token_ages: TokenAges = TokenAges()
     idle_times: IdleTimes = IdleTimes()
+    balance: tuple[Sample, ...] = ()
+    """Totals of the newest committed steps, in a job with an elastic rollout pool."""
     stream_figures: StreamFigures = StreamFigures()
     episode_figures: EpisodeFigures = EpisodeFigures()
     commits: tuple[Commit, ...] = ()

@@ -11,6 +11,7 @@ from msgspec import Struct
 from ..model.actions import Action, Decision
 from ..model.state import State
 from .capacity.allocations import supply
+from .capacity.elastic import resize
 from .capacity.extras import resize_extras
 from .capacity.node_lifecycle import drain_actions, lifecycle_decisions
 from .capacity.nodes import NodeInventory
@@ -55,7 +56,8 @@ def plan(state: State, now: float) -> Plan:
     if lifecycle:
         return Plan(tuple(lifecycle), now)
     assigned = assign(state, inventory, now)
-    if resized := resize_extras(state, inventory, assigned, now):
+    resized, resize_wake = resize(state, inventory, assigned, now)
+    if resized := [*resized, *resize_extras(state, inventory, assigned, now)]:
         return Plan(tuple(resized), now)
     moves, move_wake = rotate(state, assigned, now)
     if moves:
@@ -66,5 +68,6 @@ def plan(state: State, now: float) -> Plan:
     placed, place_wake = place(state, inventory, assigned, now)
     standbys, standby_wake = plan_standbys(state, inventory, assigned, now)
     faults, fault_wake = due_faults(state, now)
-    wake = min(ending_wake, breaker_wake, lifecycle_wake, move_wake, supply_wake, place_wake, standby_wake, fault_wake)
+    wake = min(ending_wake, breaker_wake, lifecycle_wake, resize_wake, move_wake, supply_wake, place_wake)
+    wake = min(wake, standby_wake, fault_wake)
     return Plan((*supplied, *placed, *standbys, *drain_actions(state), *faults), wake)

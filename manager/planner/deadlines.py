@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..model.pools import elastic_role
 from ..model.state import Allocation, State
 
 NEVER = float("inf")
@@ -16,6 +17,8 @@ SHUTDOWN_GRACES = 8
 The three stages are: the trainer; the other roles and the standby processes; the agents. A stage may last for twice the
 grace of its steps, because their ends are reported later."""
 
+ELASTIC_STOP_GRACES = 2
+"""Number of grace periods before the end of an allocation of the elastic pool in which its replica is stopped."""
 UNSATISFIABLE_AFTER_S = 180.0
 """rrl gives up a request if the cluster has reported for this many seconds that the request can never be met. A request
 is not given up at once, because Slurm reports this for every request while slurmdbd is down or partitions are being
@@ -52,6 +55,24 @@ def rotation_urgent_at(state: State, allocation: Allocation) -> float:
     This time is the middle of the rotation. Before it, a move waits until no replica is failing.
     """
     return allocation.ends_at - _lead_time(state, allocation) / 2
+
+
+def elastic_stops(state: State) -> dict[str, float]:
+    """Return the manager's time (s) at which the elastic pool's replica leaves each running allocation, by tag.
+
+    It is a while before the end of the allocation, which the pool's budget may have shortened, or ``limits.silence``
+    after the cluster has suspended it, since the trainer would wait for the trajectories of a suspended rollout.
+    """
+    if (role := elastic_role(state.job)) is None:
+        return {}
+    limits = state.job.limits
+    return {
+        a.tag: a.ends_at - ELASTIC_STOP_GRACES * limits.step_grace
+        if a.suspended_since is None
+        else a.suspended_since + limits.silence
+        for a in state.allocations.values()
+        if a.running and a.request.node_group == role.name
+    }
 
 
 def _lead_time(state: State, allocation: Allocation) -> float:

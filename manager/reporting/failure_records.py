@@ -94,7 +94,8 @@ class Changes(Struct):
     raised: Finding | None = None
     """Finding that became FAIL; None if no finding did."""
     ended_outages: list[tuple[Outage, bool]] = []
-    """Outages that ended, each with True if the replica has recovered, or False if the run has ended."""
+    """Outages that ended, each with True if the replica has recovered, or False if the run has ended or no longer has
+    the replica."""
 
 
 class InjectedFault(Struct):

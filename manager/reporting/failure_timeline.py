@@ -23,6 +23,7 @@ Further rules:
 - Failures before a resume of the run get no successor.
 - A rejected launch belongs to the failure that it should have repaired.
 - An ``Outage`` records the GPU time that a replica lost. An outage also begins when a replica is moved.
+- A replica that is removed from its pool has not failed. Its outage ends, and its failures get no successor.
 
 A new manager continues from the restored state. The state contains every open outage, every finding that has not
 cleared and every fault that is in effect, but not the failures recorded earlier.
@@ -39,7 +40,7 @@ from ...core.launch import ExitReason
 from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import Finding, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, is_support, role_of
 from ..model import events as ev
-from ..model.actions import Exclude, Fence, Finish, InjectFault, Launch, Readmit, RestartAll, StopStep
+from ..model.actions import Exclude, Fence, Finish, InjectFault, Launch, Readmit, Resize, RestartAll, StopStep
 from ..model.queries import first_symptom_at
 from ..model.reduce_nodes import DRAIN, UNDRAIN
 from ..model.state import State, Status
@@ -230,6 +231,8 @@ class FailureTimeline:
             return None
         if isinstance(action, Exclude) or self._ending:
             return None
+        if isinstance(action, Resize):
+            return self._on_removed(set(action.stop), at)
         changes = Changes()
         for fence in fences(event):
             self._on_fence(fence, at, changes)
@@ -256,6 +259,15 @@ class FailureTimeline:
         if not support:
             self._begin_outage(incarnation, stopped_at)
         self._retire(incarnation)
+
+    def _on_removed(self, gangs: set[ReplicaId], at: float) -> Changes:
+        """End all that concerns replicas that the run no longer has."""
+        for incarnation in [one for id, one in self._newest.items() if gang_of(id) in gangs]:
+            self._stop_requested.add(incarnation)
+            self._retire(incarnation)
+            self._recovering.pop(incarnation, None)
+            self._unjoined.pop(incarnation.replica, None)
+        return Changes(ended_outages=[(self._end_outage(id, at), False) for id in gangs & self.outages.keys()])
 
     def _on_finish(self, action: Finish, at: float) -> Changes:
         """End all outages; if the run fails, record the current failures as the failures that ended the run.

@@ -21,8 +21,10 @@ from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.figures.idle_times import IdleTimes, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
+from ..model.pools import extras, pool_figures
 from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
+from .accounting.pools import pool_uses
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
@@ -167,6 +169,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
     )
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
+    yield from _of_pools(state, facts.now)
     yield from _of_stream(state.stream_figures)
     if state.episode_figures != EpisodeFigures():
         yield from _of_episodes(state.episode_figures)
@@ -201,6 +204,25 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
         ("role",),
         {(role.name,): float(down[role.name]) for role in state.job.roles},
     )
+
+
+def _of_pools(state: State, now: float) -> Iterator[Metric]:
+    """Yield the figures of each rollout pool; nothing if the run has a single pool and had no extras."""
+    uses = pool_uses(state, now)
+    figures = [(one.pool, pool_figures(state, state.job.role(one.pool), now)) for one in uses]
+    counts: dict[tuple[str, ...], float] = {}
+    for name, pool in figures:
+        counts |= {(name, "at_work"): pool.at_work, (name, "wanted"): pool.wanted, (name, "queued"): pool.queued_nodes}
+    text = "Replicas of a rollout pool that work or are wanted, and nodes that are requested for its node group."
+    yield _labelled("rrl_pool_replicas", text, ("pool", "what"), counts)
+    yield _labelled("rrl_extras", "Rollouts that work on spares.", (), {(): float(extras(state))} if uses else {})
+    tokens: dict[tuple[str, ...], float] = {(one.pool,): one.tokens for one in uses}
+    yield _counted("rrl_pool_tokens", "Tokens that a rollout pool has generated.", ("pool",), tokens)
+    hours: dict[tuple[str, ...], float] = {(one.pool,): one.node_hours for one in uses}
+    yield _counted("rrl_pool_node_hours", "Node hours that a rollout pool has used.", ("pool",), hours)
+    limits: dict[tuple[str, ...], float] = {(one.pool,): one.budget_node_hours for one in uses if one.budget_node_hours}
+    text = "Node hours that an elastic rollout pool may use."
+    yield _labelled("rrl_pool_node_hours_limit", text, ("pool",), limits)
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:

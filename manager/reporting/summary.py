@@ -26,6 +26,7 @@ from ..model.reducer import fold
 from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolders, model_folders
+from .accounting.pools import PoolUse, pool_uses
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 
@@ -225,6 +226,8 @@ class Summary(RunFigures, frozen=True):
     scored."""
     evaluations: list[Evaluation] = msgspec.field(default_factory=list)
     """The results of the evaluations, in the order of their steps."""
+    rollout_pools: list[PoolUse] = msgspec.field(default_factory=list)
+    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
     drain_requests: list[DrainRequest] = msgspec.field(default_factory=list)
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 
@@ -358,6 +361,7 @@ class _SummaryBuilder:
             unscored_groups=as_count(self.dropped.get("unscored_groups", 0.0)),
             unscored_share=round(self.dropped.get("unscored_share", 0.0), 4),
             evaluations=self.evaluations,
+            rollout_pools=pool_uses(state, state.at),
             drain_requests=[_drain_request(node) for node in state.nodes.values() if node.drain_error],
             **run_figures(state),
         )

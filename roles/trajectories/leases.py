@@ -212,6 +212,11 @@ class WorkQueue:
         """True if lengths are expected to differ; if False, trajectories are leased one by one in their order."""
         return self._state.lengths.separates
 
+    @property
+    def places(self) -> int:
+        """Number of trajectories that all current rollouts together can work on, according to their requests."""
+        return self._engines.places
+
     def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
         """Record that a rollout with the weights of step ``weights`` requests work for ``free`` places.
 

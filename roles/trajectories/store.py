@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...core.run_spec import ExtraSpec
+from ...core.run_spec import ExtraSpec, batches_ahead
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
@@ -55,8 +56,9 @@ _CREATED_PER_REQUEST = 64
 class Store:
     """All trajectories of a run.
 
-    Opening a store supersedes the process that has it open. At most ``(max_ahead_batches + 1) * groups_per_batch``
-    groups are unbound at a time, which limits how far the rollouts run ahead of the trainer.
+    Opening a store supersedes the process that has it open. At most ``(ahead + 1) * groups_per_batch`` groups are
+    unbound at a time, which limits how far the rollouts run ahead of the trainer; ``ahead`` is ``max_ahead_batches``,
+    or more if the rollouts have more places than that (:func:`rrl.core.run_spec.batches_ahead`).
 
     Args:
         folder: Folder of the log.
@@ -108,7 +110,7 @@ class Store:
     ) -> None:
         self._has_agents = episodes is not None
         self._extras = extras or {}
-        self._max_unbound = (max_ahead_batches + 1) * groups_per_batch
+        self._batches_ahead = partial(batches_ahead, max_ahead_batches, staleness, group_size * groups_per_batch)
         self._max_new = max_new_tokens
         self._per_batch = groups_per_batch
         self._prompts = ItemPrompts(next_prompt)
@@ -300,7 +302,8 @@ class Store:
     @property
     def _may_create_group(self) -> bool:
         """True if fewer groups are unbound than allowed; the groups that the open step lacks are always allowed."""
-        return self._state.unbound < max(self._max_unbound, self._bindings.lacking)
+        most = (self._batches_ahead(self._work.places) + 1) * self._per_batch
+        return self._state.unbound < max(most, self._bindings.lacking)
 
     def create_group(self) -> bool:
         """Create a group if the limits allow it, offer its trajectories to rollouts, and return True if created."""

@@ -16,6 +16,7 @@ from rrl.benchmarks import (
     _provenance,
     _requirements,
     code_lines,
+    elastic,
     looks,
     manager_away,
     restart,
@@ -90,6 +91,12 @@ def test_code_lines_count_statements_and_no_docstring_however_they_are_formatted
         "docs/a.md": "one\n\nthree\n",
     }
     assert code_lines.count(files) == {"product": 3, "product core": 3, "tests": 2, "docs": 3}
+
+
+@pytest.mark.parametrize(("seconds", "node_s"), [(110, 0), (100, 0), (90, 50), (70, 150), (60.2, 199), (50, 200)])
+def test_node_hours_of_a_fixed_pool_of_the_same_speed_are_interpolated(seconds: float, node_s: float) -> None:
+    fixed = [(100.0, 0.0), (80.0, 100.0), (60.0, 200.0), (60.5, 400.0)]  # the largest pool is no faster
+    assert elastic.node_s_of_same_speed(fixed, seconds) == pytest.approx(node_s)
 
 
 @pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--no-such-option", 2)])

@@ -180,12 +180,12 @@ class TestRun:
         assert now == unchanged, "another replica was restarted or moved"
         return after
 
-    def hold_in_the_middle(self, index: int) -> None:
-        """Make rollout ``index`` stop with unfinished trajectories, until :meth:`let_go`."""
+    def hold_in_the_middle(self, index: int | str) -> None:
+        """Make a rollout stop with unfinished trajectories, until :meth:`let_go`; ``burst-0`` is one of a pool."""
         (self.run.path / f"hold.{index}").touch()
         self.wait(lambda _: (self.run.path / f"held.{index}").exists())
 
-    def let_go(self, index: int) -> None:
+    def let_go(self, index: int | str) -> None:
         (self.run.path / f"hold.{index}").unlink()
 
     @contextmanager
@@ -212,6 +212,14 @@ class TestRun:
                 if dead in one["marks"] and len(set(one["marks"])) > 1:
                     continued.append(one["id"])
         return continued
+
+    def resize(self, pool: str, replicas: int | str) -> None:
+        """Set the number of an elastic pool's replicas by ``rrl resize``; ``auto`` leaves it to the run again."""
+        process = self.call(
+            "resize", self.run.id, pool, str(replicas), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        shown, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, shown
 
     def wait_gone(self, timeout_s: float = 30.0) -> None:
         """Wait until no process of the run and no file outside of its run directory is left (invariant 7).

@@ -1,9 +1,10 @@
 """``make soak``: injects hundreds of random faults into runs, and checks every invariant that journal and store show.
 
 The first runs have light workers on the local cluster: manager, steps, agents, store, reward and weight transport are
-real, and there is no model. The later runs have the quickstart's torch roles on a real Slurm of this machine. A run
-continues until all its faults were injected, and is then cancelled. A run that ends earlier has failed. If a manager is
-killed on the local cluster, the program starts another one, as Slurm would.
+real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The later runs have
+the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults were injected, and is
+then cancelled. A run that ends earlier has failed. If a manager is killed on the local cluster, the program starts
+another one, as Slurm would.
 
 The program prints the violations, and a JSON object as its last line, in which all values except ``faults`` must be 0.
 """
@@ -29,7 +30,7 @@ from rrl.core.processes import read_process
 from rrl.core.run_dir import RunDir
 from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Fence, Launch
+from rrl.manager.model.actions import Fence, Launch, Resize
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
@@ -37,12 +38,15 @@ from rrl.roles.trajectories.durable.audit import Audit, audit
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import decode
 from rrl.tests.support.cli.explained import assert_explained
+from rrl.tests.support.queue_cluster import Queue, submit_to
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
 LIGHT_FAULTS = 210
-LIGHT_RUNS = 3
+LIGHT_RUNS = 4
+ELASTIC_RUN = 1
+"""Number of the run with an elastic pool."""
 TORCH_FAULTS = 22
 TORCH_NODES = 5
 STEPS = 1_000_000
@@ -92,6 +96,13 @@ target = "rollout"
 every = "60s"
 seconds = "10s"
 """
+ELASTIC = """
+[rollouts.burst]
+replicas = { min = 0, max = 3 }
+node_hours = 100
+"""
+PREEMPTED = Queue("burst", wait_s=2.0, lifetime_s=20.0)
+"""The queue of the elastic pool: each node is preempted, after 20 s on average."""
 TORCH = """
 [recovery]
 per_replica = 30
@@ -333,16 +344,28 @@ def light(faults: int, runs: int, tally: Tally) -> None:
         folder = Path(tempfile.mkdtemp(prefix="rrl-soak-"))
         before = tally.problems
         extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
+        extra += ELASTIC if seed == ELASTIC_RUN else ""
         toml = light_job("local", STEPS, rollouts=3, spares=2, step_seconds=0.1, extra=extra)
         if seed % 2:
             toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
-        run = submit_here(folder, toml)
+        run = submit_to(PREEMPTED, folder, toml) if seed == ELASTIC_RUN else submit_here(folder, toml)
         _begin(run)
         run_faults(run, -(-faults // runs), tally, ManagerRestarter(run))
+        if seed == ELASTIC_RUN:
+            _check_preemptions(run, tally)
         if tally.problems > before:
             print(f"kept for a look: {folder}", flush=True)
         else:
             shutil.rmtree(folder)
+
+
+def _check_preemptions(run: TestRun, tally: Tally) -> None:
+    """Check that the elastic pool grew and lost nodes, so that this run has tested something."""
+    resizes = [one.event.action for one in run.events() if isinstance(one.event, ev.Decided)]
+    if not any(isinstance(one, Resize) and one.start for one in resizes):
+        tally.violate(f"{run.run.id}: the elastic pool never grew")
+    if not any(isinstance(one, Resize) and one.stop for one in resizes):
+        tally.violate(f"{run.run.id}: the elastic pool never lost a node")
 
 
 def _begin(run: TestRun) -> None:

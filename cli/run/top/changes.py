@@ -23,6 +23,7 @@ from ....core.run_dir import RunDir, runs_root
 from ....core.types import TRAINER, NodeName, ReplicaId, gang_of
 from ....manager.model.queries import gang
 from ....manager.model.state import State
+from ...views.status import is_of_pool
 from .details import replicas_on
 
 
@@ -83,7 +84,7 @@ def drain_of(watched: WatchedRun, state: State, node: NodeName) -> Change:
     spares = [
         one.name
         for one in state.nodes.values()
-        if one.name != node and one.excluded is None and not replicas_on(state, one.name)
+        if one.name != node and one.excluded is None and not replicas_on(state, one.name) and not is_of_pool(state, one)
     ]
     effects.append(f"Spare nodes now: {_listed(spares)}." if spares else "The run has no spare node now.")
     traits = traits_of(state.job.cluster)

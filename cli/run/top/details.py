@@ -20,7 +20,7 @@ from ....manager.model.state import Node, Replica, State
 from ...views.formatting import VERDICT_COLOUR, grid, labelled
 from ...views.pace import delta_figures, percent
 from ...views.replicas import REPLICA_COLUMNS, bounded, doing, replica_cells
-from ...views.status import gpu_use_text, node_trouble
+from ...views.status import gpu_use_text, is_of_pool, node_trouble
 from .widgets.list_table import SortKey, TableRow, by_number, by_text
 
 NODE_COLUMNS = ("node", "state", "replicas", "gpus", "")
@@ -87,7 +87,9 @@ def _node_word(state: State, node: Node) -> tuple[str, str]:
         return f"{state.node_commands[node.name][0]}ing", "yellow"
     if any(one.node == node.name and one.verdict is Verdict.FAIL for one in state.findings.values()):
         return "failed", "red"
-    return ("in use", "green") if replicas_on(state, node.name) else ("spare", "cyan")
+    if replicas_on(state, node.name):
+        return "in use", "green"
+    return "idle" if is_of_pool(state, node) else "spare", "cyan"
 
 
 # ── one replica ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
-from .tables import amount, figures, percent
+from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
 MAX_ROWS = 500
 """Maximum number of rows of a table of interruptions or decisions; the JSON has all."""
@@ -51,6 +51,7 @@ def page(reports: Sequence[RunReport]) -> str:
         lane_height=LANE_HEIGHT,
         curve_height=CURVE_HEIGHT,
         stages=(*ALL_STAGES, OTHER),
+        pool_columns=POOL_COLUMNS,
     )
 
 
@@ -66,6 +67,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "lanes": lanes(report, axis),
         "marks": marks(report, axis),
         "ticks": axis.ticks,
+        "pools": [(one.pool, pool_cells(one)) for one in report.pools],
         "curves": [one for one in _curves(report, axis) if one is not None],
         "interruptions": [_interruption(report, one) for one in report.interruptions[:MAX_ROWS]],
         "decisions": [

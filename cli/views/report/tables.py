@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ....core.text import span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
+from ....manager.reporting.accounting.pools import PoolUse
 from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
 from ..formatting import plain_table, stage
 
@@ -69,6 +70,9 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
         if report.lost:
             yield Text(f"\ntime lost{name} (s), by cause and stage", "bold")
             yield _lost_table(report)
+        if report.pools:
+            yield Text(f"\nrollout pools{name}", "bold")
+            yield _pools_table(report)
         if report.interruptions:
             yield Text(f"\ninterruptions{name} (s)", "bold")
             yield from _interruptions(report.interruptions)
@@ -97,6 +101,23 @@ def _lost_table(report: RunReport) -> Table:
     for one in report.lost:
         cells = [stage(one.stages[name]) if name in one.stages else "" for name in stages]
         table.add_row(Text(one.cause), stage(one.seconds), percent(one.seconds / report.wall_s), *cells)
+    return table
+
+
+POOL_COLUMNS = ("tokens", "node hours", "of", "tokens per node hour", "tokens/s of a replica")
+"""Headings of the figures of a rollout pool; ``of`` are the node hours that an elastic pool may use."""
+
+
+def pool_cells(pool: PoolUse) -> tuple[str, ...]:
+    """Return the figures of a rollout pool, in the order of :data:`POOL_COLUMNS`."""
+    values = (pool.node_hours, pool.budget_node_hours, pool.tokens_per_node_hour, pool.tokens_per_second)
+    return (f"{pool.tokens:,}", *("–" if value is None else amount(value) for value in values))
+
+
+def _pools_table(report: RunReport) -> Table:
+    table = plain_table(["pool"], POOL_COLUMNS)
+    for pool in report.pools:
+        table.add_row(Text(pool.pool), *pool_cells(pool))
     return table
 
 

@@ -4,7 +4,7 @@ Each worker reports totals since its process joined (``rrl.core.phases.ClockRead
 replica is kept. When a new process of the replica reports, the last reading of the previous process is added to the
 totals of the role. So the last report of a killed process counts, and a report that arrives twice counts once.
 
-Detectors and the planner do not read these totals.
+Detectors do not read these totals. The planner reads them in jobs with an elastic rollout pool (:mod:`.balance`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from ....cluster.base import AllocationRequest
 from ....core.run_spec import NodeGroup, RunSpec
 from ....core.types import NodeName, Outcome
 from ...model.actions import Action, Finish, Request, Rung, Why, every_lower
+from ...model.pools import MIN_WALLTIME_S, affordable
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
 from .node_fitness import barred_nodes, unfit_nodes
@@ -18,30 +19,38 @@ from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
 """Number of failed requests (rejected or undelivered) within the recovery window after which none is repeated."""
-MIN_WALLTIME_S = 60.0
-"""Minimum walltime (s) of a request."""
 
 
 def holds_nothing(state: State) -> bool:
     """Return whether the run has no nodes, no requests and nothing launched, as at its start."""
-    has_nodes = any(node.allocation for node in state.nodes.values())  # nodes that left the run have no allocation
-    has_allocations = any(not allocation.orphan for allocation in state.allocations.values())
-    return not has_allocations and not has_nodes and not state.launched
+    if state.launched:
+        return False
+    pools = {group.name for group in own_groups(state.job, dedicated=True)}
+    # nodes that left the run have no allocation
+    has_nodes = any(node.allocation and node.node_group not in pools for node in state.nodes.values())
+    has_allocations = any(not a.orphan and a.request.node_group not in pools for a in state.allocations.values())
+    return not has_allocations and not has_nodes
+
+
+def own_groups(job: RunSpec, dedicated: bool = False) -> list[NodeGroup]:
+    """Return the node groups that the run needs to begin, or with ``dedicated`` those of further rollout pools."""
+    return [group for group in job.node_groups if group.dedicated == dedicated]
 
 
 def first_request(state: State, now: float) -> list[Action]:
-    """Return the single request for all nodes of a run in form ``pool`` or ``hetjob``.
+    """Return the single request for the nodes that a run in form ``pool`` or ``hetjob`` needs to begin.
 
     If an earlier request failed and must not be repeated, return the decision to end the run.
     """
-    node_groups = state.job.node_groups
+    node_groups = own_groups(state.job)
     if end := finish_if_rejected(state, node_groups[0], now):
         return [end]
     first, *more = (
         build_request(state, node_group, node_group.nodes, _next_tag(state, node_group), now)
         for node_group in node_groups
     )
-    why = Why((f"{state.job.nodes} nodes wanted, none held",), expects="nodes as soon as the queue grants them")
+    nodes = sum(node_group.nodes for node_group in node_groups)
+    why = Why((f"{nodes} nodes wanted, none held",), expects="nodes as soon as the queue grants them")
     return [Request(msgspec.structs.replace(first, further_components=tuple(more)), why)]
 
 
@@ -52,13 +61,14 @@ def await_minimum(state: State, inventory: NodeInventory, now: float) -> tuple[l
         (actions, wake): the requests, or the decision to end the run if the requests are rejected or take too long; and
         the next wake (manager's time, s).
     """
-    if rejected := [end for node_group in state.job.node_groups if (end := finish_if_rejected(state, node_group, now))]:
+    node_groups = own_groups(state.job)
+    if rejected := [end for node_group in node_groups if (end := finish_if_rejected(state, node_group, now))]:
         return [rejected[0]], NEVER
     deadline = NEVER if state.requested_since is None else state.requested_since + state.job.start_within
     if now >= deadline:
         return [_start_timeout(state, inventory)], NEVER
     actions: list[Action] = []
-    for node_group in state.job.node_groups:
+    for node_group in node_groups:
         missing = node_group.nodes - len(inventory.candidates(node_group.name)) - inventory.expected(node_group.name)
         why = Why(
             (f"{node_group.name}: {node_group.nodes} nodes wanted, {missing} missing",),
@@ -137,13 +147,17 @@ def new_requests(state: State, node_group: NodeGroup, count: int, now: float) ->
 def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now: float) -> AllocationRequest:
     """Return a request whose walltime is the remaining time of the run, at most the group's walltime.
 
-    Slurm is less likely to backfill a request for more time than needed.
+    Slurm is less likely to backfill a request for more time than needed. The walltime of an elastic pool's request is
+    also limited to what its budget allows.
     """
+    walltime = min(state.ends_at - now, node_group.walltime)
+    if node_group.dedicated and (role := state.job.role(node_group.name)).is_elastic:
+        walltime = min(walltime, affordable(state, role, now)[1]) // MIN_WALLTIME_S * MIN_WALLTIME_S
     return AllocationRequest(
         tag,
         count,
         node_group.node,
-        max(MIN_WALLTIME_S, min(state.ends_at - now, node_group.walltime)),
+        max(MIN_WALLTIME_S, walltime),
         exclude=_excluded_nodes(state),
         sbatch=node_group.sbatch,
         comment=f"rrl {state.run}",
@@ -195,19 +209,25 @@ def initial_requests(run: str, job: RunSpec) -> tuple[AllocationRequest, ...]:
     """Return the first requests of a job.
 
     In form ``pool`` there is one request. In form ``hetjob`` there is one, with ``further_components``. In form
-    ``replica`` there is one for each node of a group with separate jobs, and one for each other group.
+    ``replica`` there is one for each node of a group with separate jobs, and one for each other group. The requests of
+    further rollout pools come last in every form; the run makes them once it has its own nodes.
     """
+    own, further = (_initial_requests(run, own_groups(job, dedicated)) for dedicated in (False, True))
+    if job.form == "hetjob":
+        own = [msgspec.structs.replace(own[0], further_components=tuple(own[1:]))]
+    return (*own, *further)
+
+
+def _initial_requests(run: str, node_groups: list[NodeGroup]) -> list[AllocationRequest]:
     requests: list[AllocationRequest] = []
-    for node_group in job.node_groups:
+    for node_group in node_groups:
         names = (
             [f"{node_group.name}-{index}" for index in range(node_group.nodes)]
             if node_group.separate_jobs
             else [node_group.name]
         )
         requests += [_initial_request(run, f"{run}.{name}", node_group) for name in names]
-    if job.form == "hetjob":
-        return (msgspec.structs.replace(requests[0], further_components=tuple(requests[1:])),)
-    return tuple(requests)
+    return requests
 
 
 def _initial_request(run: str, tag: str, node_group: NodeGroup) -> AllocationRequest:

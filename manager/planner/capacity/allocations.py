@@ -8,9 +8,10 @@ from itertools import groupby
 import msgspec
 
 from ....core.run_spec import NodeGroup
-from ....core.types import NodeName, Outcome, gang_of, role_of
-from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Rung, Why
-from ...model.queries import extras_role, gang, open_requests, place_of
+from ....core.types import NodeName, Outcome, ReplicaId, gang_of, role_of
+from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Resize, Rung, Why
+from ...model.pools import affordable
+from ...model.queries import extras_role, gang, open_requests, place_of, substitutes
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
 from .allocation_requests import (
@@ -47,7 +48,10 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
     if not inventory.may_start:
         requests, deadline = await_minimum(state, inventory, now)
         return [*actions, *requests], min(wake, deadline)
+    begun = state.launched or any(a.running for a in state.allocations.values())
     for node_group in state.job.node_groups:
+        if node_group.dedicated and not begun:
+            continue  # a further pool would wait for the run's own nodes
         more, retry_at = _replacements(state, inventory, assigned, node_group, now)
         actions, wake = [*actions, *more], min(wake, retry_at)
     return actions, wake
@@ -58,9 +62,10 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
 
     A request is overdue if it was not met by its deadline or can never be met. The replicas that lack the requested
     nodes are retired; if their role cannot spare them, the run ends. The request is released, unless the retired
-    replicas could still use nodes that arrive later. Before the run has started, waiting in the queue costs nothing, so
-    only requests that can never be met are given up. An allocation that is granted after its request was given up is
-    released.
+    replicas could still use nodes that arrive later. Requests of further rollout pools may wait forever, but one of the
+    elastic pool is given up as soon as the cluster refuses it for now. Before the run has started, waiting in the queue
+    costs nothing, so only requests that can never be met are given up. An allocation that is granted after its request
+    was given up is released.
     """
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
@@ -75,7 +80,9 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         unsatisfiable_reason = (
             allocation.status.unsatisfiable_reason if allocation.status and now >= unsatisfiable_at(allocation) else ""
         )
-        if state.running_since is None or not inventory.may_start or _is_idle(state):
+        node_group = state.job.node_group(allocation.request.node_group)
+        early = state.running_since is None or not inventory.may_start or _is_idle(state)
+        if early and not node_group.dedicated:
             give_up_at = allocation.requested_at + state.job.limits.allocation if allocation.refused else NEVER
             if unsatisfiable_reason or now >= give_up_at:
                 return [unsatisfiable(state, allocation)], now
@@ -91,7 +98,8 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         detail = allocation.status.detail if allocation.status else "not listed in the queue"
         text = f"no nodes after {now - allocation.requested_at:.0f} s ({detail})"
         evidence = (f"{allocation.tag}: {unsatisfiable_reason or text}",)
-        node_group = state.job.node_group(allocation.request.node_group)
+        if _is_elastic(state, node_group):
+            return [Release(allocation.tag, Why(evidence))], now
         expected = inventory.expected(node_group.name) - allocation.request.count
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
         still_useful = (
@@ -113,15 +121,17 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
 
     The deadline counts from the request, or from the time at which a replica first lacked the nodes if this was later.
     There is no deadline for the successor of an allocation that ends, for the separate job of a replica that is not
-    essential, and for nodes that only retired replicas could use.
+    essential, for nodes of a further rollout pool, and for nodes that only retired replicas could use.
     """
     node_group = state.job.node_group(allocation.request.node_group)
+    if node_group.dedicated:
+        return 0.0 if allocation.refused and _is_elastic(state, node_group) else NEVER
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     if not lacking and any(replica.role in node_group.roles for replica in assigned.unmovable):
         return NEVER
     roles = {replica.role for replica in lacking}
     if node_group.separate_jobs and all(
-        _remaining(state, role, lacking) >= _min_replicas(state, role) for role in roles
+        _remaining(state, role, lacking) >= _min_replicas(state, role, lacking) for role in roles
     ):
         return NEVER
     if not lacking and any(
@@ -149,6 +159,13 @@ def _replacements(
     missing = nodes_for(state, lacking) + _missing_spares(state, inventory, assigned, node_group) - expected
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
+    if _is_elastic(state, node_group):
+        allowed = 0 if recent_rejections else affordable(state, state.job.role(node_group.name), now)[0]
+        if surplus := _surplus(state, assigned, node_group, missing - allowed):
+            why = recent_rejections[-1].detail if recent_rejections else "its budget of node hours is used up"
+            return [Resize(node_group.name, (), surplus, Why((why,), expects="the others continue its work"))], now
+        if (missing := min(missing, allowed)) <= 0:
+            return [], recent_rejections[-1].at + window if recent_rejections else NEVER
     if now >= (give_up_at := exhausted_at(state, recent_rejections)):
         evidence = tuple(rejected.detail for rejected in recent_rejections)
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
@@ -178,6 +195,18 @@ def _replacements(
         for request in requests
     ]
     return [Request(request, why) for request in requests], NEVER
+
+
+def _is_elastic(state: State, node_group: NodeGroup) -> bool:
+    """Return whether the group has the nodes of the elastic rollout pool."""
+    return node_group.dedicated and state.job.role(node_group.name).is_elastic
+
+
+def _surplus(state: State, assigned: Assignment, node_group: NodeGroup, nodes: int) -> tuple[ReplicaId, ...]:
+    """Return the replicas without a node that the elastic pool gives up, because this many nodes are not requested."""
+    lacking = dict.fromkeys(gang_of(replica.id) for replica in assigned.lacking if replica.role in node_group.roles)
+    count = -(-max(0, nodes) // state.job.role(node_group.name).nodes)
+    return tuple(reversed(lacking))[:count]
 
 
 def _is_ending(state: State, allocation: Allocation, now: float) -> bool:
@@ -294,11 +323,11 @@ def _handle_no_nodes(
     for id, members in lacking.items():
         role = members[0].role
         remaining = _remaining(state, role, unserved)
-        if remaining < _min_replicas(state, role):
+        if remaining < (least := _min_replicas(state, role, unserved)):
             names = ", ".join(member.id for member in members)
             deadline = now + SHUTDOWN_GRACES * state.job.limits.step_grace
             lines = (*dict.fromkeys(evidence), f"{names} has no node", *_excluded_node_lines(state, node_group))
-            needed = f"nodes for {_min_replicas(state, role)} replicas of {role}, but only {remaining} would be left"
+            needed = f"nodes for {least} replicas of {role}, but only {remaining} would be left"
             few = LowerRungs((Rung.DEGRADED,), needed)
             why = Why(lines, Rung.GIVE_UP, "everything is released", deadline, (*no_node, few))
             return [Finish(Outcome.FAILED, why)]
@@ -325,6 +354,10 @@ def _remaining(state: State, role: str, lost: list[Replica]) -> int:
     return sum(all(member.status is not Status.RETIRED for member in members) for members in remaining)
 
 
-def _min_replicas(state: State, role: str) -> int:
-    """Return the number of replicas below which the run ends for lack of nodes."""
-    return max(1, state.job.role(role).min_replicas)
+def _min_replicas(state: State, role: str, lost: list[Replica]) -> int:
+    """Return the number of replicas of a role below which the run ends for lack of nodes.
+
+    It may be 0 if another rollout pool keeps a replica without the members in ``lost``.
+    """
+    spared = any(_remaining(state, other, lost) for other in substitutes(state.job, role) - {role})
+    return max(0 if spared else 1, state.job.role(role).min_replicas)

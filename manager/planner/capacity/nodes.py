@@ -19,7 +19,7 @@ from ...model.actions import Shrink
 from ...model.queries import extra_rollouts, failed_first_starts, gang, place_of
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
-from ..deadlines import NEVER, rotate_at
+from ..deadlines import NEVER, elastic_stops, rotate_at
 from .node_fitness import agent_failed_last, barred_nodes, is_held, is_usable, needs_probe, probe_pending
 from .warm_pool import Occupancy, displaceable, occupy, ready_standbys_by_node, standby_processes, waits_for_release
 
@@ -44,12 +44,14 @@ class NodeInventory:
         self._state, self._now = state, now
         rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends_at for allocation in state.allocations.values())
+        stops = elastic_stops(state)
         window = state.job.recovery.window
         failure_expiries = (
             failure.at + window for replica in state.workers if replica.failures for failure in replica.failures
         )
         self.next_change = min(
-            (at for at in (*rotation_times.values(), *ends, *failure_expiries) if at > now), default=NEVER
+            (at for at in (*rotation_times.values(), *ends, *stops.values(), *failure_expiries) if at > now),
+            default=NEVER,
         )
         """Manager's time (s) at which the next allocation ends or is due for rotation, or the next failure leaves the
         window. At this time the choice of nodes may change."""
@@ -85,6 +87,8 @@ class NodeInventory:
             node_group, node = state.allocations[candidate.allocation].request.node_group, state.nodes[candidate.node]
             probe_error, must_report = node.probe_error, bool(node.exclusions) or needs_probe(state, node)
             if candidate.node in self.draining or candidate.node in self.barred:
+                continue
+            if stops.get(candidate.allocation, NEVER) <= now:
                 continue
             if probe_error == "" or (probe_error is None and not must_report):
                 self._candidates[node_group].append(candidate)

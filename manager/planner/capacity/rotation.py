@@ -11,10 +11,11 @@ from itertools import groupby
 
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, ReplicaId, gang_of, role_of
-from ...model.actions import Decision, Fence, LowerRungs, Release, Rung, Why, every_lower
+from ...model.actions import Decision, Fence, LowerRungs, Release, Resize, Rung, Why, every_lower
+from ...model.pools import elastic_role
 from ...model.queries import to_launch
 from ...model.state import Allocation, Replica, State, Status
-from ..deadlines import NEVER, rotate_at, rotation_urgent_at
+from ..deadlines import NEVER, elastic_stops, rotate_at, rotation_urgent_at
 from .node_lifecycle import should_drain
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
@@ -81,17 +82,20 @@ def redundant_allocations(
     """Return releases of allocations that no replica needs, and the next wake (manager's time, s).
 
     An allocation is redundant if all replicas have moved off it, if none of its nodes may be used, or if its replicas
-    are completed. Spare nodes of a pool are kept.
+    are completed. Spare nodes of a pool are kept. An allocation of the elastic pool whose budget is over, or which is
+    suspended, does not wait for the end of its steps.
     """
     releases: list[Release] = []
     wake = NEVER
     occupied = {node for node, occupants in inventory.occupied.items() if occupants}
     occupied |= assigned.planned_nodes
+    stops = elastic_stops(state)
     for node_group in state.job.node_groups:
         empty = [
             a
             for a in state.allocations.values()
-            if a.request.node_group == node_group.name and _is_empty(inventory, a, occupied)
+            if a.request.node_group == node_group.name
+            and (_is_empty(inventory, a, occupied) or (a.tag in stops and _is_over(state, a, stops[a.tag], now)))
         ]
         for allocation, reason in _redundant(state, inventory, node_group, empty, assigned, now):
             if allocation.not_before > now:
@@ -108,6 +112,12 @@ def _is_empty(inventory: NodeInventory, allocation: Allocation, occupied: set[No
     return allocation.pending and allocation.status is not None
 
 
+def _is_over(state: State, allocation: Allocation, stop_at: float, now: float) -> bool:
+    """Return whether the elastic pool has left an allocation that has ended by now, or is suspended."""
+    over = now >= (stop_at if allocation.suspended else allocation.ends_at)
+    return over and state.occupied.isdisjoint(_nodes_of(allocation))
+
+
 def _redundant(
     state: State,
     inventory: NodeInventory,
@@ -118,8 +128,8 @@ def _redundant(
 ) -> list[tuple[Allocation, str]]:
     """Return the empty allocations of a node group that are redundant, each with the reason.
 
-    Enough allocations are kept for the replicas without a node and for the retired replicas. Pending allocations are
-    also kept for replicas that must move.
+    Enough allocations are kept for the replicas without a node and for the retired replicas of a pool of fixed size.
+    Pending allocations are also kept for replicas that must move.
     """
     redundant: list[tuple[Allocation, str]] = []
     usable: list[Allocation] = []
@@ -139,7 +149,7 @@ def _redundant(
     retired = [
         member
         for members in gangs
-        if any(member.status is Status.RETIRED for member in members)
+        if any(member.status is Status.RETIRED for member in members) and not state.job.role(members[0].role).is_elastic
         for member in members
         if member.id not in assigned.retries
     ]
@@ -177,11 +187,31 @@ def _nodes_of(allocation: Allocation) -> tuple[NodeName, ...]:
 
 
 def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Decision]:
-    """Return the fences of the replicas whose allocation is ending or reclaimed. ``now`` is the manager's time (s)."""
+    """Return the fences of the replicas whose allocation is ending or reclaimed. ``now`` is the manager's time (s).
+
+    The elastic pool gives these replicas up instead. It also gives up a replica whose allocation is suspended, or ends
+    without a successor. While its successor is queued, the replica is fenced and takes the successor.
+    """
     fences: list[Decision] = []
-    limits = state.job.limits
+    stops: dict[ReplicaId, str] = {}
+    limits, elastic = state.job.limits, elastic_role(state.job)
+    stop_times = elastic_stops(state)
+    queued = 0 if elastic is None else inventory.expected(elastic.name) - _without_node(state, elastic.name)
     for replica in state.workers:
-        if not replica.is_current or not (evidence := _preemption_evidence(state, replica, now)):
+        if not replica.is_current:
+            continue
+        evidence = _preemption_evidence(state, replica, now)
+        if elastic is not None and elastic.name == replica.role:
+            if evidence := evidence or _loss_evidence(state, replica):
+                stops[gang_of(replica.id)] = evidence
+                continue
+            if now >= stop_times.get(replica.allocation or "", NEVER):
+                evidence = _end_evidence(state.allocations[replica.allocation or ""], now)
+                if queued <= 0:
+                    stops[gang_of(replica.id)] = evidence
+                    continue
+                queued -= 1
+        if not evidence:
             continue
         in_place = LowerRungs((Rung.IN_PLACE,), "its node to stay in the run")
         spare = LowerRungs((Rung.SPARE,), f"another free node that can host {replica.id}")
@@ -192,7 +222,15 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
             lower = (in_place,)
         why = Why((evidence,), rung, expects, now + time_limit, lower)
         fences.append(Fence(replica.incarnation, rung, why, charged=False))
+    if elastic is not None and stops:
+        why = Why(tuple(f"{id}: {evidence}" for id, evidence in stops.items()), expects="the others continue its work")
+        fences.append(Resize(elastic.name, (), tuple(stops), why))
     return fences
+
+
+def _without_node(state: State, role: str) -> int:
+    """Return the number of members of a role that are to be launched."""
+    return sum(member.role == role and member.status is Status.WANTED for member in state.workers)
 
 
 def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
@@ -208,6 +246,23 @@ def _preemption_evidence(state: State, replica: Replica, now: float) -> str:
     if not allocation.reclaimed:
         return ""
     return f"its allocation {tag} is preempted, and ends in {max(0.0, allocation.ends_at - now):.0f} s"
+
+
+def _loss_evidence(state: State, replica: Replica) -> str:
+    """Return why the node of a replica of the elastic pool is lost; empty if it is not."""
+    node = state.nodes.get(replica.node or NodeName(""))
+    if node is None or replica.allocation not in state.allocations:
+        return f"{replica.node} is no longer in an allocation of this run"
+    if node.name in state.node_commands:
+        return f"{node.name} is to be drained, requested by {state.node_commands[node.name][1]}"
+    return "" if node.excluded is None else f"{node.name} is excluded: {node.excluded}"
+
+
+def _end_evidence(allocation: Allocation, now: float) -> str:
+    """Return why a replica of the elastic pool leaves its allocation, as evidence."""
+    if allocation.suspended_since is not None:
+        return f"its allocation {allocation.tag} has been suspended for {now - allocation.suspended_since:.0f} s"
+    return f"its allocation {allocation.tag} ends in {allocation.ends_at - now:.0f} s"
 
 
 def cancelled_externally(state: State) -> str:

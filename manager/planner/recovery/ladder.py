@@ -14,7 +14,7 @@ from msgspec import Struct
 from ....core.text import plural
 from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
-from ...model.queries import reached_step
+from ...model.queries import reached_step, substitutes
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
@@ -210,11 +210,17 @@ def fails_often_here(case: FailureCase) -> bool:
 
 
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica."""
-    without = {gang_of(failed.id), *dropped}
-    members = [member for member in state.workers if member.role == failed.role and gang_of(member.id) not in without]
+    """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica.
+
+    Of the rollouts of all pools, one gang must remain.
+    """
+    without, role = {gang_of(failed.id), *dropped}, state.job.role(failed.role)
+    roles = substitutes(state.job, failed.role)
+    members = [member for member in state.workers if member.role in roles and gang_of(member.id) not in without]
     retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
-    return len({gang_of(member.id) for member in members} - retired) >= state.job.role(failed.role).min_replicas
+    remaining = {gang_of(member.id): member.role for member in members if gang_of(member.id) not in retired}
+    enough = sum(name == failed.role for name in remaining.values()) >= role.min_replicas
+    return enough and (bool(remaining) or role.kind != "rollout")
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:

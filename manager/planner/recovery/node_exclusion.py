@@ -16,7 +16,7 @@ to four nodes the limit is one, because two nodes are not a minority.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -24,7 +24,7 @@ from ....cluster.base import NodeState
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, is_support, replica_id
 from ...model.actions import Exclude, Why
 from ...model.queries import most_severe
-from ...model.state import Replica, State, Status
+from ...model.state import Node, Replica, State, Status
 from ..capacity.node_fitness import excludes_node, unfit_nodes
 from ..capacity.nodes import NodeInventory
 from ..deadlines import NEVER
@@ -154,26 +154,39 @@ def limit_exclusions(
     """Return the exclusions that may be carried out now, and the exclusions that the circuit breaker holds back.
 
     ``now`` is the manager's time (s). An exclusion is held back while too many nodes were excluded within the recovery
-    window, or while the cluster reports too many of the run's nodes as down.
+    window, or while the cluster reports too many of the run's nodes as down. The nodes of further rollout pools are
+    counted by themselves: the loss of a whole partition must not hold back the exclusion of a trainer's node.
     """
+    pools = {group.name for group in state.job.node_groups if group.dedicated}
+    of_pools = {name: node for name, node in state.nodes.items() if node.node_group in pools} if pools else {}
+    if not of_pools:
+        return _limit_exclusions(state, state.nodes, excludes, now)
+    own = {name: node for name, node in state.nodes.items() if name not in of_pools}
+    passed, deferred = _limit_exclusions(state, own, [one for one in excludes if one.node not in of_pools], now)
+    further = _limit_exclusions(state, of_pools, [one for one in excludes if one.node in of_pools], now)
+    return [*passed, *further[0]], [*deferred, *further[1]]
+
+
+def _limit_exclusions(
+    state: State, nodes: Mapping[NodeName, Node], excludes: Sequence[Exclude], now: float
+) -> tuple[list[Exclude], list[DeferredExclusion]]:
+    """Return the result of :func:`limit_exclusions` for some of the run's nodes."""
     recovery = state.job.recovery
-    allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
-    excluded_nodes = (
-        node for node in state.nodes.values() if node.excluded is not None and not node.drain_requested_by
-    )
+    allowed = exclusions_allowed(recovery.breaker, len(nodes))
+    excluded_nodes = (node for node in nodes.values() if node.excluded is not None and not node.drain_requested_by)
     ends = sorted(node.excluded_at + recovery.window for node in excluded_nodes)
     recent = [end for end in ends if end > now]
     excluded = len(recent)
     passed: list[Exclude] = []
     deferred: list[DeferredExclusion] = []
-    down = _down_nodes(state)
-    outage = len(down) > max(1, OUTAGE_SHARE * len(state.nodes))
+    down = _down_nodes(nodes)
+    outage = len(down) > max(1, OUTAGE_SHARE * len(nodes))
     for exclude in excludes:
         if outage and exclude.node not in down:
-            why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are excluded"
+            why = f"{len(down)} of {len(nodes)} nodes are down: only those are excluded"
             deferred.append(DeferredExclusion(exclude, why, NEVER))
         elif excluded >= allowed:
-            share = f"{excluded} of {len(state.nodes)} nodes"
+            share = f"{excluded} of {len(nodes)} nodes"
             why = f"{share} excluded within {recovery.window:g} s, and no more may be excluded"
             deferred.append(DeferredExclusion(exclude, why, recent[0] if recent else now + recovery.window))
         else:
@@ -187,8 +200,6 @@ def deferred_exclusions(state: State, now: float) -> list[DeferredExclusion]:
     return limit_exclusions(state, exclusions(state, NodeInventory(state, now)), now)[1]
 
 
-def _down_nodes(state: State) -> set[NodeName]:
-    """Return the names of the run's nodes that the cluster reports as down."""
-    return {
-        name for name, node in state.nodes.items() if node.status is not None and node.status.state is NodeState.DOWN
-    }
+def _down_nodes(nodes: Mapping[NodeName, Node]) -> set[NodeName]:
+    """Return the names of the nodes that the cluster reports as down."""
+    return {name for name, node in nodes.items() if node.status is not None and node.status.state is NodeState.DOWN}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, has_worked
+from ...model.queries import finding_about, has_worked, others_may_work, substitutes
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
@@ -22,11 +22,12 @@ TRIES_TO_PROVE = 2
 def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     """Return the decision to reject a run whose nodes lack a role's command; None if this is not proved.
 
-    It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined.
+    It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined. A rollout pool is
+    retired instead while another one may work.
     """
     for role in state.job.roles:
         replicas = [replica for replica in state.workers if replica.role == role.name]
-        if any(replica.ever_joined for replica in replicas):
+        if any(replica.ever_joined for replica in replicas) or others_may_work(state, role.name):
             continue
         tries = [attempt for replica in replicas for attempt in _not_started_tries(state, replica)]
         nodes = {node for _, node in tries}
@@ -72,8 +73,8 @@ def invalid_config(state: State) -> Finish | None:
     """Return the decision to reject a run in which a role found the job's configuration invalid.
 
     The first such report suffices, since every start of the role reads the same configuration. If a replica of the role
-    has worked, the configuration is valid, and the failure is repaired like any other. A changed input file ends the
-    run in any case.
+    has worked, the configuration is valid, and the failure is repaired like any other. So is the failure of a rollout
+    pool while another one may work. A changed input file ends the run in any case.
     """
     for replica in state.workers:
         finding = finding_about(state, replica.incarnation) if replica.is_current else None
@@ -81,7 +82,10 @@ def invalid_config(state: State) -> Finish | None:
             lower = every_lower("the input file as it was")
             why = Why((finding.evidence[0].text,), Rung.GIVE_UP, "everything is released", lower=lower)
             return Finish(Outcome.FAILED, why)
-        if finding is not None and Flag.INVALID_CONFIG in finding.flags and not has_worked(state, replica.role):
+        invalid = finding is not None and Flag.INVALID_CONFIG in finding.flags
+        if finding is None or not invalid or has_worked(state, replica.role):
+            continue
+        if not others_may_work(state, replica.role):
             return rejected((f"{replica.id}: {finding.evidence[0].text}",))
     return None
 
@@ -100,7 +104,11 @@ def no_fit_node(state: State) -> Finish | None:
     all_roles = [role for node_group in state.job.node_groups for role in node_group.roles]
     for roles, node_group in [
         (all_roles, None),
-        *((node_group.roles, node_group.name) for node_group in state.job.node_groups),
+        *(
+            (node_group.roles, node_group.name)
+            for node_group in state.job.node_groups
+            if not (node_group.dedicated and others_may_work(state, node_group.name))
+        ),
     ]:
         nodes = [name for name, node in state.nodes.items() if node_group is None or node.node_group == node_group]
         bad = [name for name in nodes if name in unfit]
@@ -122,13 +130,14 @@ def rejected(why: tuple[str, ...]) -> Finish:
 
 
 def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether all other replicas of the role are retired, and none of them has ever joined.
+    """Return whether all other replicas of the role, or of all rollout pools, are retired and none has ever joined.
 
     ``dropped`` are gangs that this plan has retired already.
     """
     without = {gang_of(replica.id), *dropped}
-    others = [other for other in state.workers if other.role == replica.role and gang_of(other.id) not in without]
-    given_up = [other for other in state.workers if other.role == replica.role and gang_of(other.id) in dropped]
+    roles = substitutes(state.job, replica.role)
+    others = [other for other in state.workers if other.role in roles and gang_of(other.id) not in without]
+    given_up = [other for other in state.workers if other.role in roles and gang_of(other.id) in dropped]
     tried = [other for other in others if other.status is not Status.RETIRED]
     return not tried and not any(other.ever_joined for other in (*others, *given_up))
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by
+from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by, substitutes
 from ...model.state import Replica, State, Status
 
 
@@ -97,10 +97,14 @@ def failed_by_code(state: State, evidence: tuple[str, ...], shown: str, needed: 
 
 
 def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether another gang of the role may still work, because it is neither retired nor in ``dropped``."""
+    """Return whether another gang of the role, or of another rollout pool, may still work.
+
+    It may if it is neither retired nor in ``dropped``.
+    """
+    roles = substitutes(state.job, failed.role)
     gone = {gang_of(failed.id), *dropped}
     retired = {gang_of(member.id) for member in state.workers if member.status is Status.RETIRED}
-    return any(member.role == failed.role and gang_of(member.id) not in gone | retired for member in state.workers)
+    return any(member.role in roles and gang_of(member.id) not in gone | retired for member in state.workers)
 
 
 def _exception_of_code(state: State, failed: Replica) -> RaisedException | None:

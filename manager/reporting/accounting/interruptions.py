@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from ....core.types import TRAINER, Incarnation, NodeName, ReplicaId, is_support, is_trainer, rank_of
 from ...model import events as ev
-from ...model.actions import Fence, Finish, Launch, RestartAll
+from ...model.actions import Fence, Finish, Launch, Resize, RestartAll
 from ..failure_records import Failure
 from ..failure_timeline import FailureTimeline, fences
 
@@ -66,7 +66,8 @@ class Interruption(Struct, eq=False):
     weights_at: float | None = None
     worked_at: float | None = None
     ended_at: float | None = None
-    """When the interruption ended: with the first work, the next failure, or the end of the run. None if it is open."""
+    """When the interruption ended: with the first work, the next failure, or the end of the replica or the run. None
+    if it is open."""
 
     def stages(self, now: float) -> Iterator[tuple[str, float, float]]:
         """Yield (stage, start, end) of the stages that took time; an open stage lasts until ``now``."""
@@ -118,6 +119,9 @@ class Interruptions:
             return []
         if self._finished is not None:
             return []
+        for id in event.action.stop if isinstance(event.action, Resize) else ():  # the run no longer has the replica
+            if (interruption := self.open.pop(id, None)) is not None:
+                interruption.ended_at = at
         about = event.action.failed if isinstance(event.action, RestartAll) else None
         begun = (self._on_fence(fence, about, at) for fence in fences(event))
         return [interruption for interruption in begun if interruption is not None]

@@ -16,9 +16,9 @@ from typing import Any
 from msgspec import Struct
 
 from ....core.phases import idle_cause, phase
-from ....core.types import Incarnation, ReplicaId, is_support
+from ....core.types import Incarnation, ReplicaId, gang_of, is_support
 from ...model import events as ev
-from ...model.actions import Finish, Launch
+from ...model.actions import Finish, Launch, Resize
 from ..failure_timeline import fences
 
 MAX_SPANS = 400
@@ -196,6 +196,12 @@ class Lanes:
         self._ending = self._ending or isinstance(event.action, Finish)
         for fence in fences(event):
             self._end(fence.incarnation, at)
+        stopped = event.action.stop if isinstance(event.action, Resize) else ()
+        for lane in self.lanes.values() if stopped else ():
+            if gang_of(lane.replica) in stopped:
+                if lane.current:
+                    self._end(Incarnation(lane.replica, lane.current), at)
+                lane.enter(at, _ABSENT)
 
     def _end(self, ended: Incarnation, at: float) -> None:
         lane = self.lanes.get(ended.replica)

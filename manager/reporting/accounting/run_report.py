@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from ....core.types import TRAINER, NodeName
+from ....core.types import TRAINER, NodeName, member_id
 from ...model import events as ev
-from ...model.actions import Action, Fence, InjectFault, Launch, Release, Request, RestartAll, Rung, StopStep
-from ..decisions.explanations import Explanation, subject_of, words_of
+from ...model.actions import Action, Fence, InjectFault, Launch, Release, Request, Resize, RestartAll, Rung, StopStep
+from ..decisions.explanations import Explanation, PoolSizes, subject_of, words_of
 from ..failure_timeline import FailureTimeline
 from .committed_steps import CommittedSteps
 from .curves import CurveRecorder, Curves
@@ -20,6 +20,7 @@ from .gpu_time import GpuHours, ReservedTime, gpu_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
 from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import lost_time
+from .pools import PoolUse
 
 MAX_DECISIONS = 1000
 """Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report
@@ -103,6 +104,8 @@ class RunReport(Struct, frozen=True):
     managers: int
     curves: Curves
     lanes: list[LaneReport]
+    pools: list[PoolUse]
+    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
     missing: list[str]
     """Sentences about data that the journal does not contain, and about the effect on the figures."""
 
@@ -118,6 +121,10 @@ class Account:
         self.lanes = Lanes()
         self.curves = CurveRecorder()
         self.reserved = ReservedTime(event.job)
+        self.pools: list[PoolUse] = []
+        """Use of each rollout pool, which the state of the run has."""
+        self._sizes = PoolSizes()
+        self._sizes.begin(event.job)
         self.managers = 0
         self._outcome, self._why = "running", ""
         self._ended_at: float | None = None
@@ -175,13 +182,18 @@ class Account:
             case ev.Resumed():
                 self._ended_s += at - (at if self._ended_at is None else self._ended_at)
                 self.job, self._outcome, self._why, self._ended_at = event.job, "running", "", None
+                self._sizes.begin(event.job)
 
     def _on_action(self, action: Action, at: float) -> None:
         if isinstance(action, Launch):
             self._nodes[str(action.incarnation)] = action.node
             return
+        size = self._sizes.apply(action)
         if isinstance(action, Fence):
             self.curves.on_replica_down(action.incarnation.replica)
+        if isinstance(action, Resize):
+            for id in (member_id(id, rank) for id in action.stop for rank in range(self.job.role(action.pool).ranks)):
+                self.curves.on_replica_down(id)
         if isinstance(action, StopStep | Request | Release):
             return
         if len(self._decisions) >= MAX_DECISIONS:
@@ -195,7 +207,7 @@ class Account:
             DecisionReport(
                 at,
                 words_of(action),
-                subject_of(Explanation(0, at, 0, action, node)),
+                subject_of(Explanation(0, at, 0, action, node, pool_size=size)),
                 rung.value if isinstance(rung, Rung) else "",
                 tuple(action.why.evidence),
                 isinstance(action, InjectFault),
@@ -240,6 +252,7 @@ class Account:
                 )
                 for lane in lanes
             ],
+            pools=self.pools,
             missing=list(self._missing()),
         )
 

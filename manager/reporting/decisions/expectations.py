@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from ....cluster.base import AllocationState
-from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, is_support
+from ....core.types import Incarnation, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model import events as ev
 from ...model.actions import (
     Action,
@@ -25,6 +25,7 @@ from ...model.actions import (
     Readmit,
     Release,
     Request,
+    Resize,
     RestartAll,
     Rung,
     StopStep,
@@ -45,6 +46,8 @@ class Arrival(StrEnum):
     HOLDS = "holds so far"
     """The effect is expected to last and has lasted so far: a node is not used, or the run continues without a
     replica."""
+    OVER = "no longer awaited"
+    """The effect was possible at best, and nothing waits for it any more: a pool did not get all nodes to grow."""
 
 
 class Result(Struct):
@@ -70,6 +73,13 @@ class _WholeRestart(Struct):
     needs_commit: bool
 
 
+class _Growth(Struct):
+    """A resize whose started replicas have not all joined."""
+
+    result: Result
+    missing: set[ReplicaId]
+
+
 class Expectations:
     """Follows the open expectations of a run, event by event."""
 
@@ -93,6 +103,7 @@ class Expectations:
         self._reused: dict[NodeName, Result] = {}
         """Readmissions, by the node whose agent should join."""
         self._restarts: list[_WholeRestart] = []
+        self._growths: list[_Growth] = []
         self._faults: dict[str, tuple[InjectFault, Result]] = {}
         self._end: list[Result] = []
         """Decisions to end the run."""
@@ -103,6 +114,8 @@ class Expectations:
         match action:
             case Fence():
                 self._on_fence(result, action, at)
+            case Resize():
+                self._on_resize(result, action, at)
             case RestartAll():
                 self._on_restart_all(result, action, at)
             case Finish():
@@ -139,6 +152,27 @@ class Expectations:
         else:
             self._joins.setdefault(incarnation.replica, []).append((incarnation, result))
 
+    def _on_resize(self, result: Result, resize: Resize, at: float) -> None:
+        """Follow the joins of the started replicas. Nothing is expected of the stopped replicas any more."""
+        stopped, text = set(resize.stop), "it was stopped, since its pool became smaller"
+        for id in [id for id in self._joins if gang_of(id) in stopped]:
+            _settle_all((joined for _, joined in self._joins.pop(id)), Arrival.OVER, at, text)
+        for launched in [one for one in self._launches if gang_of(one.replica) in stopped]:
+            self._launches.pop(launched).settle(Arrival.OVER, at, text)
+        for id in [id for id in self._absences if gang_of(id) in stopped]:
+            _settle_all(self._absences.pop(id), Arrival.CAME, at, f"until the run no longer had {id}")
+        for restart in self._restarts:
+            restart.missing -= {id for id in restart.missing if gang_of(id) in stopped}
+        self._complete_restarts(at)
+        for growth in self._growths:
+            if growth.missing and growth.missing <= stopped:
+                growth.result.settle(Arrival.OVER, at, "the replicas that had not joined were stopped again")
+            growth.missing -= stopped
+        if resize.start:
+            self._growths.append(_Growth(result, set(resize.start)))
+        else:
+            result.settle(Arrival.CAME, at, "done")
+
     def _did_not_join(self, incarnation: Incarnation, at: float) -> None:
         text = f"{incarnation} was stopped before it joined"
         for ended, result in self._joins.pop(incarnation.replica, ()):
@@ -168,6 +202,7 @@ class Expectations:
         waiting = (*self._launches.values(), *self._requests.values(), *self._reused.values(), *joins)
         _settle_all(waiting, Arrival.MISSED, at, text)
         self._end_restarts(at, text)
+        _settle_all((growth.result for growth in self._growths), Arrival.OVER, at, text)
         for open_results in (self._absences, self._launches, self._requests, self._reused, self._joins):
             open_results.clear()
         for action, fault in self._faults.values():
@@ -227,6 +262,11 @@ class Expectations:
         for restart in self._restarts:
             restart.missing.discard(incarnation.replica)
         self._complete_restarts(at)
+        for growth in [one for one in self._growths if incarnation.replica in one.missing]:
+            growth.missing.discard(incarnation.replica)
+            if not growth.missing:
+                growth.result.settle(Arrival.CAME, at, f"{incarnation.replica} has joined, as the last one")
+        self._growths = [growth for growth in self._growths if growth.missing]
         if isinstance(event, ev.AgentJoined) and (reused := self._reused.pop(event.node, None)) is not None:
             reused.settle(Arrival.CAME, at, text)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from ....core.run_spec import RunSpec
 from ....core.text import plural, span
-from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, role_of
+from ....core.types import Finding, Incarnation, NodeName, ReplicaId, Verdict, gang_of, replica_id, role_of
 from ...model import events as ev
 from ...model.actions import (
     Action,
@@ -25,6 +26,7 @@ from ...model.actions import (
     Readmit,
     Release,
     Request,
+    Resize,
     RestartAll,
     Rung,
     Shrink,
@@ -59,6 +61,8 @@ class Explanation(Struct):
     """FAIL findings at the time of the decision about the process or node that failed; empty if nothing had failed."""
     result: Result = field(default_factory=Result)
     """Whether the expected effect has occurred."""
+    pool_size: int = 0
+    """For a resize: number of replicas of the pool before it."""
 
     def concerns(self, name: str) -> bool:
         """Return whether the decision is about a role, a replica, an incarnation, or a node of this name."""
@@ -76,6 +80,27 @@ class Explanation(Struct):
             yield action.target_node or ""
         if isinstance(action, InjectFault):
             yield action.fault.target
+        if isinstance(action, Resize):
+            yield from (action.pool, *action.start, *action.stop)
+
+
+class PoolSizes:
+    """The number of replicas of each role of a run, followed from decision to decision."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, set[ReplicaId]] = {}
+
+    def begin(self, job: RunSpec) -> None:
+        """Begin with the replicas of a job that is started or resumed."""
+        self._replicas = {role.name: {replica_id(role.name, n) for n in range(role.replicas)} for role in job.roles}
+
+    def apply(self, action: Action) -> int:
+        """Apply a decision, and return the number of replicas that the pool had before it; 0 if it is no resize."""
+        if not isinstance(action, Resize):
+            return 0
+        before = self._replicas.get(action.pool, set())
+        self._replicas[action.pool] = (before - set(action.stop)) | set(action.start)
+        return len(before)
 
 
 def incarnations_of(action: Action | Takeover) -> tuple[Incarnation, ...]:
@@ -120,6 +145,7 @@ class _Explainer:
         """FAIL findings that have not cleared, by key."""
         self._committed = self._steps = 0
         """Newest committed training step, and the number of steps of the job."""
+        self._sizes = PoolSizes()
         self._previous: ev.Stamped | None = None
         """The record before the one that is applied."""
 
@@ -138,6 +164,7 @@ class _Explainer:
 
     def _on_started(self, stamped: ev.Stamped, event: ev.RunStarted | ev.Resumed) -> None:
         self._steps = event.job.steps
+        self._sizes.begin(event.job)
 
     def _on_manager_started(self, stamped: ev.Stamped, event: ev.ManagerStarted) -> None:
         last = self._previous
@@ -159,10 +186,18 @@ class _Explainer:
         step = min(self._committed + 1, self._steps)
         explanation = Explanation(stamped.seq, stamped.at, step, action, self._node_of(action))
         explanation.findings = self._findings(action, explanation.node)
+        explanation.pool_size = self._sizes.apply(action)
         self._explanations.append(explanation)
         self._expectations.begin(explanation.result, action, stamped.at)
-        for incarnation in incarnations_of(action) if isinstance(action, Fence | RestartAll) else ():
-            self._forget_findings(incarnation)
+        stopped = action.stop if isinstance(action, Resize) else ()
+        ended = incarnations_of(action) if isinstance(action, Fence | RestartAll) else ()
+        if stopped or ended:
+            self._standing = {
+                key: one
+                for key, one in self._standing.items()
+                if one.incarnation not in ended
+                and (one.incarnation is None or one.incarnation.gang.replica not in stopped)
+            }
 
     def _node_of(self, action: Action) -> NodeName:
         if isinstance(action, Launch | Exclude | Readmit | Drain | Undrain | InjectFault):
@@ -193,9 +228,6 @@ class _Explainer:
         else:
             self._standing.pop(finding.key, None)
 
-    def _forget_findings(self, incarnation: Incarnation) -> None:
-        self._standing = {key: one for key, one in self._standing.items() if one.incarnation != incarnation}
-
 
 _HANDLERS: dict[type, Callable[[_Explainer, ev.Stamped, Any], None]] = {
     ev.RunStarted: _Explainer._on_started,
@@ -224,6 +256,7 @@ _WORDS: dict[type, str] = {
     Undrain: "undrain",
     Shrink: "release single nodes",
     Fence: "replace",
+    Resize: "resize",
     Exclude: "stop using",
     Readmit: "use again",
     RestartAll: "restart the whole run",
@@ -268,6 +301,9 @@ def subject_of(explanation: Explanation) -> str:
             return f"after the failure of {action.failed}" if action.failed is not None else ""
         case Finish():
             return f"as {action.outcome.value}"
+        case Resize():
+            before = explanation.pool_size
+            return f"{action.pool} {before} -> {before + len(action.start) - len(action.stop)}"
         case Takeover():
             return f"manager {action.lost}"
         case _:

@@ -41,6 +41,8 @@ class Engines:
         self._running = running
         self._times = times
         self._engines: dict[Incarnation, _Engine] = {}
+        self.places = 0
+        """Number of answers that all engines together can run."""
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
     def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
@@ -49,7 +51,8 @@ class Engines:
         The request is open until the time ``open_until`` (s).
         """
         entry = self._engine(engine)
-        entry.places = len(self._running(engine)) + free
+        before, entry.places = entry.places, len(self._running(engine)) + free
+        self.places += entry.places - before
         entry.weights, entry.open_until = weights, open_until
 
     def leased(self, engine: Incarnation) -> None:
@@ -76,6 +79,7 @@ class Engines:
     def retain(self, current: frozenset[Incarnation]) -> None:
         """Forget all engines that are not current."""
         self._engines = {engine: entry for engine, entry in self._engines.items() if engine in current}
+        self.places = sum(entry.places for entry in self._engines.values())
 
     # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def open_places(self, without: Incarnation, now: float | None) -> dict[Incarnation, int]:

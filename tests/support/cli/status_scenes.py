@@ -10,7 +10,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Why
 from rrl.manager.model.events import ClocksRecorded, Decided, NoteChanged, StepCommitted, StepEnded, VersionAvailable
-from rrl.tests.support.cli.story import DEFAULT_RUN, REPLICAS, Story, completed, job_view
+from rrl.tests.support.cli.story import DEFAULT_RUN, REPLICAS, Story, completed, job_view, pools_view
 
 
 def starting() -> Story:
@@ -118,6 +118,19 @@ def paced_and_ended() -> Story:
     return paced().ends(Outcome.CANCELLED, "cancelled by ada")
 
 
+def pools() -> Story:
+    """Return a run with a further pool, an elastic pool that does not have all its nodes yet, and extras on a spare."""
+    story = Story(job=pools_view()).works().resizes("burst", range(9)).grows("h20", 0, "h1")
+    for index in range(7):
+        story.grows("burst", index, f"b{index + 1}")
+    for index in (7, 8):
+        story.requests_for("burst", index)
+    story.resizes("rollout", (2, 3))
+    for index in (2, 3):
+        story.launches(f"rollout/{index}", "n5").joins(f"rollout/{index}", "generate")
+    return story.wait(4.4 * 3600)
+
+
 SCENES: dict[str, Callable[[], Story]] = {
     "pending": lambda: Story().requests_nodes("Priority").wait(3),
     "starting": starting,
@@ -130,6 +143,7 @@ SCENES: dict[str, Callable[[], Story]] = {
     "gang": gang,
     "drained": drained,
     "ending": ending,
+    "pools": pools,
     "paced": paced,
     "paced_and_ended": paced_and_ended,
     "completed": completed,

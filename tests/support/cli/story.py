@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from rrl.core.types import (
     WeightTraffic,
 )
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, StopStep, Why
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Resize, Rung, StopStep, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.reporting.accounting.run_report import account
@@ -47,6 +48,21 @@ NODES = dict(zip(REPLICAS, ("n1", "n1", "n2", "n3", "n4"), strict=True))
 def job_view(steps: int = 40, cluster: str = "local") -> RunSpec:
     view = resolve(Job.model_validate(tomllib.loads(JOB)), "/venv/bin/python")
     return msgspec.structs.replace(view, steps=steps, cluster=cluster)
+
+
+POOLS = """
+[rollouts.h20]
+
+[rollouts.burst]
+replicas = { max = 12 }
+node_hours = 200
+"""
+
+
+def pools_view(cluster: str = "slurm") -> RunSpec:
+    """Return the small job with a pool of one rollout on nodes of its own, and an elastic pool of up to twelve."""
+    view = resolve(Job.model_validate(tomllib.loads(JOB + POOLS)), "/venv/bin/python")
+    return msgspec.structs.replace(view, steps=40, cluster=cluster)
 
 
 class Story:
@@ -99,11 +115,37 @@ class Story:
             self.record(ev.AgentJoined(self.incarnation(f"agent/{name}"), name, name, 99))
         return self
 
-    def launches(self, replica: str, node: str | None = None, why: Why = NO_REASON) -> Story:
+    def resizes(self, pool: str, start: Sequence[int] = (), stop: Sequence[int] = (), why: str = "load") -> Story:
+        """Add the decision to start and to stop the replicas of a pool with these indices."""
+        ids = [tuple(ReplicaId(f"{pool}/{index}") for index in indices) for indices in (start, stop)]
+        return self.record(ev.Decided(Resize(pool, *ids, Why((why,), expects="the replicas join"))))
+
+    def requests_for(self, pool: str, index: int) -> str:
+        """Add the request for a node of a further pool, which waits in the queue; return its tag."""
+        tag = f"{self.run}.{pool}-{index}"
+        ask = AllocationRequest(tag, 1, self.job.node_group(pool).node, 7200.0, node_group=pool)
+        queued = AllocationStatus(AllocationState.PENDING, f"{800 + index}", (), "Priority")
+        self.record(ev.Intended(Request(ask, Why(("a replica has no node",)))), ev.AllocationChanged(tag, queued))
+        return tag
+
+    def grants(self, tag: str, node: str) -> Story:
+        """Add the grant of the node that was requested under this tag."""
+        self.record(ev.AllocationChanged(tag, AllocationStatus(AllocationState.RUNNING, "801", (NodeName(node),))))
+        return self.record(ev.NodeChanged(NodeName(node), NodeStatus(NodeState.UP)))
+
+    def grows(self, pool: str, index: int, node: str) -> Story:
+        """Add the request for a node of a further pool, its grant, and the join of a replica there."""
+        tag, replica = self.requests_for(pool, index), f"{pool}/{index}"
+        self.grants(tag, node).launches(replica, node, allocation=tag).joins(replica, "generate")
+        return self.record(ev.FirstWorkDone(self.incarnation(replica)))
+
+    def launches(
+        self, replica: str, node: str | None = None, why: Why = NO_REASON, allocation: str | None = None
+    ) -> Story:
         self.incarnations[replica] = self.incarnations.get(replica, 0) + 1
         incarnation, where = self.incarnation(replica), NodeName(node or NODES[replica])
         step = f"{self.run}.{replica.replace('/', '-')}.{incarnation.number}"
-        return self.record(ev.Intended(Launch(incarnation, step, f"{self.run}.pool", where, why)))
+        return self.record(ev.Intended(Launch(incarnation, step, allocation or f"{self.run}.pool", where, why)))
 
     def joins(self, replica: str, phase: str, waits_for: str | None = None) -> Story:
         held = self.recorded().replica(ReplicaId(replica))

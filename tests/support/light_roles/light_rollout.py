@@ -21,8 +21,11 @@ BEST_RATE_ENV = "RRL_TEST_BEST_RATE"
 """Environment variable with a learning rate. If it is set, answers are right only in a job that has this learning
 rate."""
 HOLD = "hold.{}"
-"""Name of a control file in the run directory. While it exists, the rollout with that index stops in the middle of
-its work and creates ``held.<index>``. A test that kills it then knows that its trajectories are unfinished."""
+"""Name of a control file in the run directory, with the index of a rollout, or with ``burst-0`` for ``burst/0`` of a
+further pool. While it exists, that rollout stops in the middle of its work and creates ``held.<index>``. A test that
+kills it then knows that its trajectories are unfinished."""
+FURTHER_MARK = -10_000.0
+"""Log-probability that rollouts of further pools add to theirs."""
 
 
 def main() -> None:
@@ -41,7 +44,8 @@ def main() -> None:
 
 def answer(me: rrl.Worker, work: WorkLease, version: Version, right: bool = True) -> None:
     """Answer all prompts of a lease, token by token."""
-    mark = -(int(me.launch.incarnation.replica.split("/")[1]) * 100.0 + me.launch.incarnation.number)
+    role, index = me.launch.incarnation.replica.split("/")
+    mark = -(int(index) * 100.0 + me.launch.incarnation.number) + (0.0 if role == "rollout" else FURTHER_MARK)
     progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
     while progress:
         time.sleep(TOKEN_SECONDS)
@@ -61,7 +65,7 @@ def answer(me: rrl.Worker, work: WorkLease, version: Version, right: bool = True
 
 
 def _hold(me: rrl.Worker) -> None:
-    index = me.launch.incarnation.replica.split("/")[1]
+    index = me.launch.incarnation.replica.removeprefix("rollout/").replace("/", "-")
     hold = me.run_dir.path / HOLD.format(index)
     while hold.exists():
         (me.run_dir.path / f"held.{index}").touch()

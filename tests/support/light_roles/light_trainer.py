@@ -54,7 +54,7 @@ def main() -> None:
                 meet(me, str(part.number))
             step = part.number
             if me.job.trainer.next_checkpoint_step(step - 1, me.job.steps) == step:
-                _commit(me, step)
+                _commit(me, step, {"tokens": float(sum(len(one["tokens"]) for one in taken))})
             publish(me, step)
             if step == (me.committed or 0) + 1:
                 _hold(me)
@@ -62,13 +62,13 @@ def main() -> None:
             _commit(me, step)
 
 
-def _commit(me: rrl.Worker, step: int) -> None:
+def _commit(me: rrl.Worker, step: int, metrics: dict[str, float] | None = None) -> None:
     with me.phase("checkpoint"):
         file = me.checkpoint_dir(step) / "step.json"
         file.write_text(json.dumps(step))
         with file.open() as opened:
             os.fsync(opened.fileno())
-        me.commit(step, [file])
+        me.commit(step, [file], metrics)
 
 
 def _hold(me: rrl.Worker) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from rrl.config.job.resolve import pool_nodes
 from rrl.core.faults import Fault
-from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec, TagsSpec
+from rrl.core.run_spec import Limits, NodeGroup, Recovery, RoleKind, RoleSpec, RolloutSettings, RunSpec, TagsSpec
 from rrl.core.types import ReplicaId, Resources
 
 RUN = "small-1"
@@ -145,6 +145,29 @@ def with_fast_rollouts(spec: RunSpec, replicas: int) -> RunSpec:
         for group in spec.node_groups
     )
     return msgspec.structs.replace(spec, roles=(*spec.roles, fast), node_groups=groups)
+
+
+def with_pool(
+    spec: RunSpec,
+    low: int = 0,
+    high: int | None = 8,
+    *,
+    node_hours: float = 1000.0,
+    walltime: float = 86400.0,
+    name: str = "burst",
+    lease: int = 16,
+) -> RunSpec:
+    """Return the job with a further rollout pool: an elastic one, or one of ``low`` replicas if ``high`` is None."""
+    seconds = 0.0 if high is None else 3600.0 * node_hours
+    pool = RoleSpec(
+        name, "rollout", low, 0, _EACH, True, ("run", name), max_replicas=high, node_seconds=seconds, built_in=True
+    )
+    group = NodeGroup(name, (name,), low, NODE, walltime, {"partition": name}, True, dedicated=True)
+    roles = [msgspec.structs.replace(one, min_replicas=0) if one.kind == "rollout" else one for one in spec.roles]
+    settings = {one.name: RolloutSettings(lease=lease) for one in (*roles, pool) if one.kind == "rollout"}
+    return msgspec.structs.replace(
+        spec, roles=(*roles, pool), node_groups=(*spec.node_groups, group), rollouts=settings
+    )
 
 
 def commands(

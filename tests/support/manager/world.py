@@ -297,7 +297,7 @@ class World:
             self._carry_out(action)
 
     def _plan(self, todo: list[ExternalAction]) -> None:
-        planned_before: set[tuple[str, object]] = set()
+        planned_before: set[tuple[object, ...]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
             assert planned == plan(self.state, self.now), "one state gave two different plans"
@@ -307,8 +307,9 @@ class World:
             for action in planned.actions:
                 assert action.why.evidence, f"no evidence: {action}"
                 assert all(action.why.evidence), f"empty evidence: {action}"
-                ids = (action.start, action.stop) if isinstance(action, Resize) else None
-                key = (action.tag, action.why.rung if isinstance(action, Fence) else ids)
+                key: tuple[object, ...] = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                if isinstance(action, Resize):
+                    key = (action.tag, action.start, action.stop)
                 assert key not in planned_before, f"planned twice in a row: {action}"
                 planned_before.add(key)
                 self.planned += 1

@@ -16,6 +16,7 @@ import pytest
 from rrl.cli import main
 from rrl.core.faults import FaultKind
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.tests.support.cli.status_scenes import pools
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.cli.terminal import Terminal
 from rrl.tests.support.cli.waiting import eventually
@@ -63,7 +64,7 @@ def offered(
 
 
 def test_commands_and_their_options_are_offered(offered: Callable[..., list[str]]) -> None:
-    assert offered("re") == ["resume", "report", "restart", "relay"]
+    assert offered("re") == ["resume", "report", "restart", "resize", "relay"]
     assert offered("health", "dr") == ["drain-node", "drain-requests"]
     assert offered("submit", "--s") == ["--set"]
     assert offered("cancel", "--no") == ["--no-wait"]
@@ -91,6 +92,14 @@ def test_replicas_nodes_and_faults_of_the_named_run_are_offered(offered: Callabl
     targets = offered("inject", "small-2", "kill", "--target", "trainer")
     assert targets == ["trainer", "trainer/0", "trainer/0.0", "trainer/0.1"]
     assert offered("inject", "small-2", "kill", "--target", "agent") == ["agent/n1", "agent/n2"]
+
+
+def test_pools_and_the_replicas_that_exist_are_offered(offered: Callable[..., list[str]], runs: Path) -> None:
+    pools().written(runs)
+    assert offered("resize", "small-1120", "") == ["burst"]
+    assert offered("resize", "quick-1", "") == []
+    assert offered("restart", "small-1120", "burst/")[-1] == "burst/8"
+    assert offered("restart", "small-1120", "rollout/")[-1] == "rollout/3"
 
 
 def test_words_around_an_equals_sign_are_one_word(offered: Callable[..., list[str]]) -> None:

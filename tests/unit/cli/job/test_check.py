@@ -287,6 +287,65 @@ def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: p
     assert len([doubt for doubt in doubts_in(shown) if doubt.startswith("the run can have ")]) == 2
 
 
+POOLS = """
+[rollouts.h20]
+
+[rollouts.burst]
+replicas = { max = 12 }
+node_hours = 200
+walltime = "2h"
+slurm = { partition = "preempt", qos = "scavenger" }
+"""
+
+
+def test_max_of_a_pool_beyond_a_limit_of_its_own_options_is_a_doubt_with_the_number(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sacctmgr = (
+        'case "$*" in *"show assoc"*) echo "astro||||||normal";; *"show user"*) echo "None|astro";;'
+        ' *"show qos"*) echo "normal||||"; echo "scavenger||8||";; esac'
+    )
+    partitions = SINFO.replace(
+        "up\\037OFF\\n'",
+        "up\\037OFF\\n\\036preempt\\0379\\03764\\037512000\\037gpu:8\\037idle\\037infinite\\0371-infinite\\037up\\037OFF\\n'",
+    )
+    slurm = site.slurm(sinfo=partitions, scontrol=CONFIG, sacctmgr=sacctmgr)
+    assert slurm.run("check", extra=POOLS) == 0
+    shown, _ = capsys.readouterr()
+    (doubt,) = (one for one in doubts_in(shown) if "MaxSubmitJobsPerUser" in one)
+    assert doubt.endswith(
+        ": rollouts.burst.replicas: the run can have 12 jobs at the same time, 12 of them for burst, and"
+        " MaxSubmitJobsPerUser of QOS scavenger is 8: burst may stay smaller"
+    )
+    assert "limit   MaxSubmitJobsPerUser of QOS scavenger = 8\n" in shown
+    assert "burst: 0 to 12 nodes of partition preempt, at most 200 node hours, each job at most 2h\n" in shown
+
+
+def test_limit_that_pools_share_with_the_run_counts_the_jobs_of_all(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sacctmgr = (
+        'case "$*" in *"show assoc"*) echo "astro|||20|||normal";; *"show user"*) echo "None|astro";;'
+        ' *"show qos"*) echo "normal||||"; echo "scavenger||||";; esac'
+    )
+    assert (
+        site.slurm(scontrol=CONFIG, sacctmgr=sacctmgr).run("check", extra=POOLS.replace('partition = "preempt", ', ""))
+        == 0
+    )
+    (doubt,) = (one for one in doubts_in(capsys.readouterr().out) if "MaxSubmitJobs of account" in one)
+    # two managers; the pool and five replacements; h20 and its replacement; burst
+    assert "the run can have 22 jobs at the same time, 2 of them for h20, 12 of them for burst, and" in doubt
+    assert doubt.endswith("MaxSubmitJobs of account astro is 20: h20 and burst may stay smaller")
+
+
+def test_pool_larger_than_any_node_of_its_partition_is_refused(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = '[rollouts.burst]\nreplicas = { max = 2 }\nnode_hours = 1\nmem = "600GiB"\n'
+    assert site.slurm().run("check", extra=pool) == 2
+    reported = capsys.readouterr().err
+    assert ": rollouts.burst.mem: 1 node of " in reported
+    assert reported.count("\n") == 1
+
+
 def test_environment_folders_that_may_exist_only_on_nodes_are_a_warning(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_spec import RunSpec
 from rrl.manager.bootstrap.preview import demand
+from rrl.tests.support.cli.story import POOLS
 from rrl.tests.support.job_toml import JOB
 
 NOW = datetime(2026, 11, 20, 9, 0)
@@ -34,6 +35,15 @@ def test_local_run_has_virtual_nodes_and_no_jobs() -> None:
         "jobs": 'none: [cluster] kind = "local"',
         "GPU-hours": "none; at most 480 core-hours: 20 cores for 1d",
     }
+
+
+def test_pools_are_counted_with_their_most_nodes() -> None:
+    found = overview(JOB + POOLS)
+    assert found["nodes"] == "at most 18 virtual on this machine, 1 of them spare"
+    assert found["pools"] == "h20: 1 node"
+    assert found["GPU-hours"] == "none; at most 704 core-hours"
+    text = overview_text(spec_of(JOB + POOLS), demand(spec_of(JOB + POOLS)), {}, NOW)
+    assert "burst: 0 to 12 nodes, at most 200 node hours\n" in text
 
 
 def test_run_without_steps_ends_with_its_commands() -> None:

@@ -132,6 +132,12 @@ def test_fault_of_the_whole_run_draws_no_target() -> None:
     assert resolve_target("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
 
 
+def test_no_replica_of_a_pool_that_may_be_empty_is_drawn() -> None:
+    empty = {"burst": 0, "trainer": 1}
+    assert resolve_target("", FaultKind.KILL, empty, random.Random(0)) == "trainer/0"
+    assert resolve_target("burst", FaultKind.KILL, empty, random.Random(0)) == "burst"
+
+
 def test_program_without_worker_api_cannot_inject_faults_into_itself(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     own = '[commands.judge]\ncommand = ["judge"]\nwatch = "activity"\n'

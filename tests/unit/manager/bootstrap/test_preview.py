@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from rrl.core.run_spec import ManagerSpec, NodeGroup, Recovery, RoleKind, RoleSpec, RunSpec, TagsSpec
 from rrl.core.types import Resources
-from rrl.manager.bootstrap.preview import demand, max_standbys, worst_case
+from rrl.manager.bootstrap.preview import allocations, demand, max_standbys, pool_lines, preview, worst_case
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.reducer import fold
@@ -116,3 +117,68 @@ def test_allocations_that_are_renewed_overlap_in_the_hours_of_a_run() -> None:
     assert demand(spec).gpu_hours == 3 + 2 * 0.5, (
         "the overlap of two allocations is not limited to half of an allocation"
     )
+
+
+# ── further rollout pools ────────────────────────────────────────────────────────────────────────────────────────────
+def with_pools(form: str, hours: float = 200.0) -> RunSpec:
+    """Return a job with a pool of two rollouts on nodes of 16 GPUs, and an elastic pool of up to twelve."""
+    spec, big = run_spec(form), Resources(cpus=8, gpus=16, mem=2**30)
+    fixed = role("h20", "rollout", 2, 0, True)
+    elastic = msgspec.structs.replace(role("burst", "rollout", 0, 0, True), max_replicas=12, node_seconds=3600 * hours)
+    h20 = NodeGroup("h20", ("h20",), 2, big, sbatch={"partition": "h20"}, separate_jobs=True, dedicated=True)
+    burst = NodeGroup("burst", ("burst",), 0, NODE, 7200.0, {"partition": "preempt"}, True, dedicated=True)
+    return msgspec.structs.replace(
+        spec, roles=(*spec.roles, fixed, elastic), node_groups=(*spec.node_groups, h20, burst)
+    )
+
+
+@pytest.mark.parametrize("form", ["pool", "replica", "hetjob"])
+def test_pools_add_their_most_jobs_but_none_to_the_start(form: str) -> None:
+    without, worst = worst_case(run_spec(form)), worst_case(with_pools(form))
+    assert worst.jobs_to_start == without.jobs_to_start
+    assert worst.jobs == without.jobs + 2 * 2 + 12, "a node of h20 may have a replacement, one of burst has none"
+    assert worst.steps == without.steps + 2 * (2 + 12)
+    # burst requests each of its jobs, and one more of each after two hours; lost nodes are a share of all nodes
+    assert worst.jobs_per_hour >= without.jobs_per_hour + 2 + 12 + 12
+
+
+def test_budget_limits_the_hours_of_an_elastic_pool() -> None:
+    without, with_burst = demand(run_spec("pool")), demand(with_pools("pool"))
+    assert with_burst.nodes == without.nodes + 2 + 12
+    assert with_burst.gpus == 2 * 16
+    assert with_burst.gpu_hours == 2 * 16 * 24
+    assert with_burst.core_hours == without.core_hours + 2 * 8 * 24 + 200 * 2
+    ample = demand(with_pools("pool", hours=1e6))
+    assert ample.core_hours < without.core_hours + 2 * 8 * 24 + 12 * 2 * 36, "beyond all nodes for the walltime"
+
+
+def test_each_pool_is_described_in_one_line() -> None:
+    assert list(pool_lines(with_pools("pool"))) == [
+        "h20: 2 nodes of partition h20, each job at most 1d",
+        "burst: 0 to 12 nodes of partition preempt, at most 200 node hours, each job at most 2h",
+    ]
+    assert list(pool_lines(run_spec("pool"))) == []
+    local = msgspec.structs.replace(with_pools("pool"), cluster="local")
+    assert list(pool_lines(local))[1] == "burst: 0 to 12 nodes of partition preempt, at most 200 node hours"
+
+
+@pytest.mark.parametrize(("form", "where"), [("pool", "job"), ("pool", "pool"), ("replica", "job"), ("hetjob", "job")])
+def test_script_of_a_pool_without_nodes_is_shown(form: str, where: str) -> None:
+    spec = msgspec.structs.replace(with_pools(form), manager=ManagerSpec(where=where))
+    shown = [(title, text) for title, text in allocations(spec) if "burst" in text]
+    ((title, script),) = shown
+    assert title == "allocation (sbatch; 0 to 12 of these)"
+    assert "--nodes=1\n" in script
+    assert "--partition=preempt\n" in script
+    assert "--time=0-02:00:00\n" in script
+    own = [text for title, text in allocations(spec) if "--partition=" not in text]
+    assert own == [text for _, text in allocations(msgspec.structs.replace(run_spec(form), manager=spec.manager))]
+
+
+def test_extras_add_steps_on_the_spares_but_no_node() -> None:
+    spec = msgspec.structs.replace(run_spec("pool"), spares=2)
+    with_extras = msgspec.structs.replace(spec, tags=TagsSpec(spare=("rollout", "train")))
+    assert worst_case(with_extras).steps == worst_case(spec).steps + 2
+    assert demand(with_extras) == demand(spec)
+    (steps,) = (text for title, text in preview(with_extras) if title == "steps")
+    assert "\nrollout       3 to 5 x (" in steps

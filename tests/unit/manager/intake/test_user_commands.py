@@ -9,6 +9,7 @@ from rrl.core.types import STANDBY_ROLE, Outcome
 from rrl.manager.intake.user_commands import Command, rejection, to_events
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
+from rrl.tests.support.cli.status_scenes import pools
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
 from rrl.tests.support.manager.world import World
 
@@ -58,6 +59,20 @@ def test_fault_requested_twice_is_recorded_once() -> None:
 
 def test_other_commands_request_no_fault() -> None:
     assert to_events(Command("cancel", "ada", "c1"), running()) == [ev.CommandReceived("cancel", "ada", "c1")]
+
+
+def test_resize_is_recorded_with_its_pool_and_number() -> None:
+    for replicas in (6, 0, None):
+        (event,) = to_events(Command("resize", "ada", "c1", target="burst", replicas=replicas), running())
+        assert event == ev.CommandReceived("resize", "ada", "c1", "burst", replicas=replicas)
+
+
+def test_fault_may_hit_each_replica_that_an_elastic_pool_can_have() -> None:
+    state = pools().recorded()
+    spec = msgspec.structs.replace(state.job, faults_allowed=True)
+    assert rejection(Fault("i", FaultKind.KILL, "burst/11"), spec, state) is None
+    never = text_of(rejection(Fault("i", FaultKind.KILL, "burst/12"), spec, state))
+    assert never == 'no replica "burst/12"; role burst has 12, the last is "burst/11"'
 
 
 @pytest.mark.parametrize(

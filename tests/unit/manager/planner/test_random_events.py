@@ -16,10 +16,11 @@ from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Cause, NodeName
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
+from rrl.manager.model.pools import spent_node_s
 from rrl.manager.model.state import State, Status
 from rrl.manager.model.table import as_dict
 from rrl.manager.planner import plan
-from rrl.tests.support.manager.jobs import gang_job, in_node_groups
+from rrl.tests.support.manager.jobs import gang_job, in_node_groups, with_pool
 from rrl.tests.support.manager.node_world import Nodes
 from rrl.tests.support.manager.world import found
 
@@ -35,6 +36,10 @@ class Story(Nodes):
         self.dice = random.Random(seed)
         self.made = 0
         job = _job(self.dice)
+        if self.dice.random() < 0.4:
+            low, high = self.dice.choice([(0, 3), (1, 3), (2, 5)])
+            hours, walltime = self.dice.choice([0.2, 1.0, 100.0]), self.dice.choice([600.0, 86400.0])
+            job = with_pool(job, low, high, node_hours=hours, walltime=walltime)
         super().__init__(job, job.nodes + self.dice.choice([0, 1, 3, 5]), may=self.dice.random() < 0.7)
         self.slow_to_stop = self.dice.choice([0.2, 3.0, 30.0])
         self.play(timeout_s=20.0)
@@ -75,6 +80,11 @@ class Story(Nodes):
         elif blow == "commit":
             if all(replica.status is Status.JOINED for replica in self.state.workers if replica.role == "trainer"):
                 self.commit(self.state.step + 1)
+        elif blow == "resize":
+            bounds = [(r.replicas, r.max_replicas + 1) for r in self.state.job.roles if r.max_replicas is not None]
+            for low, high in bounds:
+                number = dice.choice([None, *range(low, high)])
+                self.happen(ev.CommandReceived(blow, "ada", f"c{len(self.events)}", "burst", replicas=number))
         elif blow == "arrive":
             self.fresh(1)
         elif blow == "manager":
@@ -147,6 +157,8 @@ class Story(Nodes):
             assert current_numbers <= {max(replica.incarnation_number for replica in members)}
         steps = [replica.step for replica in self.state.replicas.values() if replica.is_current and replica.step]
         assert len(steps) == len(set(steps)), "two current incarnations have one step"
+        for role in (role for role in self.state.job.roles if role.is_elastic):
+            assert spent_node_s(self.state, role.name, self.now) <= role.node_seconds, "more than the budget"
         decoded = msgspec.json.decode(msgspec.json.encode(self.state, enc_hook=as_dict), type=State)
         assert plan(decoded, self.now) == plan(self.state, self.now), "the plan depends on how the state came about"
 
@@ -154,6 +166,8 @@ class Story(Nodes):
 _BLOWS = (
     *3 * ("kill", "commit"),
     *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
+    "resize",
+    "resize",
     "lose",
     "condemn",
     "preempt",

@@ -90,6 +90,45 @@ def test_groups_in_progress_are_limited_by_batches_ahead(tmp_path: Path) -> None
     assert lease(store, OTHER) == ()
 
 
+FLEET = [incarnation_of(f"rollout/{n}") for n in range(5)]
+STEP = BATCH * GROUP
+
+
+def _batches_begun(store: Store) -> int:
+    """Let each rollout of the fleet, which has places for a batch, request work; return the batches that they got."""
+    return sum(len(lease(store, rollout, STEP)) for rollout in FLEET) // STEP
+
+
+@pytest.mark.parametrize(("staleness", "batches"), [(9, 5), (3, 4), (1, 2), (None, 2)])
+def test_rollouts_with_places_for_many_steps_work_further_ahead_within_staleness(
+    tmp_path: Path, staleness: int | None, batches: int
+) -> None:
+    store = open_store(tmp_path, (*FLEET, REWARD, TRAINER), staleness=staleness)
+    assert _batches_begun(store) == batches
+
+
+def test_places_for_a_single_step_do_not_raise_ahead(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=0, staleness=4)
+    assert len(lease(store, OTHER, STEP // 2)) == len(generate(store, ROLLOUT, STEP // 2)) == STEP // 2
+    assert generate(store, ROLLOUT, STEP // 2) == []
+
+
+def test_restarted_store_learns_the_places_again_and_keeps_the_work_begun_ahead(tmp_path: Path) -> None:
+    store = open_store(tmp_path, (*FLEET, REWARD, TRAINER), staleness=9)
+    assert _batches_begun(store) == 5
+    store.flush()
+    store.close()
+    store = open_store(tmp_path, (ROLLOUT, REWARD, TRAINER), staleness=9)
+    made = [trajectory for _ in range(5) for trajectory in generate(store, at_most=STEP)]
+    assert sorted(made) == list(range(5 * STEP)), "a restart lost or repeated work"
+    score(store)
+    for number in range(1, 4):
+        assert generate(store, at_most=STEP) == [], "one rollout works as far ahead as five"
+        commit(store, bind(store, number))
+    commit(store, bind(store, 4))
+    assert len(generate(store, at_most=STEP)) == STEP
+
+
 def test_new_groups_are_created_after_a_binding_not_a_commit(store: Store) -> None:
     assert len(generate(store)) == 2 * BATCH * GROUP
     score(store)
