@@ -162,8 +162,8 @@ def _replacements(
     if _is_elastic(state, node_group):
         allowed = 0 if recent_rejections else affordable(state, state.job.role(node_group.name), now)[0]
         if surplus := _surplus(state, assigned, node_group, missing - allowed):
-            why = recent_rejections[-1].detail if recent_rejections else "its budget of node hours is used up"
-            return [Resize(node_group.name, (), surplus, Why((why,), expects="the others continue its work"))], now
+            reason = recent_rejections[-1].detail if recent_rejections else "its budget of node hours is used up"
+            return [Resize(node_group.name, (), surplus, Why((reason,), expects="the others continue its work"))], now
         if (missing := min(missing, allowed)) <= 0:
             return [], recent_rejections[-1].at + window if recent_rejections else NEVER
     if now >= (give_up_at := exhausted_at(state, recent_rejections)):

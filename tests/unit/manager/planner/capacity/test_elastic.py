@@ -22,14 +22,16 @@ LONG = 1_000_000
 B0, B1, B2 = (ReplicaId(f"{POOL}/{index}") for index in range(3))
 
 
-def spec(low: int = 0, high: int = 8, *, base: RunSpec | None = None, **pool: float) -> RunSpec:
+def spec(
+    low: int = 0, high: int = 8, *, base: RunSpec | None = None, node_hours: float = 1000.0, walltime: float = 86400.0
+) -> RunSpec:
     base = base or job(steps=LONG, spares=0, walltime=30 * 86400.0)
-    return with_pool(base, low, high, walltime=pool.pop("walltime", 86400.0), **pool)  # type: ignore[arg-type]
+    return with_pool(base, low, high, node_hours=node_hours, walltime=walltime)
 
 
-def grown(low: int = 0, high: int = 8, **pool: float) -> Balanced:
+def grown(low: int = 0, high: int = 8, *, node_hours: float = 1000.0, walltime: float = 86400.0) -> Balanced:
     """Return a world whose pool has grown to the number that its trainer needs: 8 if its bounds allow it."""
-    world = Balanced(spec(low, high, **pool))
+    world = Balanced(spec(low, high, node_hours=node_hours, walltime=walltime))
     world.steady()
     world.train(16)
     assert world.at_work() == world.size() == high
@@ -267,7 +269,8 @@ def test_suspended_replica_is_given_up_after_the_limit_of_silence_and_its_time_i
     before = world.spent()
     silence = world.state.job.limits.silence
     world.wait(silence - 1.0)
-    assert (world.size(), world.spent()) == (8, pytest.approx(before + 7 * (silence - 1.0)))
+    assert world.size() == 8
+    assert world.spent() == pytest.approx(before + 7 * (silence - 1.0))
     world.wait(2.0)
     assert world.decided(Resize)[-1].stop == (B0,)
     assert "suspended" in evidence(world)
