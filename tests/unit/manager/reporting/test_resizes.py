@@ -73,7 +73,8 @@ def test_removal_of_a_failed_replica_ends_its_outage_and_its_interruption() -> N
     story = grown()
     story.loses("burst/0")
     story.fences("burst/0").wait(30).resizes("burst", stop=(0,)).wait(600)
-    timeline, state = FailureTimeline(), None
+    timeline = FailureTimeline()
+    state: State | None = None
     history = HistoryEvents("small", "anna", "lab", "small", 1, 0.0, None, timeline)
     records = []
     for stamped in story.stamped:
