@@ -20,7 +20,7 @@ from rrl.manager.model.actions import Release, Resize, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.notifications.conditions import conditions
-from rrl.manager.reporting.accounting.pools import pool_uses
+from rrl.manager.reporting.accounting.pool_use import pool_uses
 from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, subject_of, words_of
