@@ -222,12 +222,13 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
     """Return the target with random choices filled in, or an empty text if ``kind`` takes no target.
 
-    A role name becomes a random replica of that role, and an empty target a random replica of any role.
+    A role name becomes a random replica of that role, and an empty target a random replica of any role. The name of a
+    role that may have no replica stays as it is.
     """
     if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
-    role = target or draw.choice(sorted(replicas))
-    return f"{role}/{draw.randrange(replicas[role])}" if role in replicas else target
+    role = target or draw.choice(sorted(name for name, count in replicas.items() if count))
+    return f"{role}/{draw.randrange(replicas[role])}" if replicas.get(role) else target
 
 
 class FaultProblem(StrEnum):
@@ -318,6 +319,8 @@ def _invalid_target(
     if slash:
         text = _invalid_replica(target, replicas[role], ranks.get(role, 1))
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
+    if target in replicas and not replicas[target]:
+        return InvalidFault(FaultProblem.NO_SUCH_TARGET, f"role {target} has no replicas")
     if target and target not in replicas and traits.target_kind is not TargetKind.NODE:
         known = f'there are {", ".join(replicas)}; a replica is written "rollout/0"'
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{target}"; {known}')
@@ -331,6 +334,8 @@ def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
     """
     role, _, index = target.partition("/")
     index, dot, rank = index.partition(".")
+    if not replicas:
+        return f"role {role} has no replicas"
     if not (index.isdigit() and int(index) < replicas):
         return f'no replica "{target}"; role {role} has {replicas}, the last is "{role}/{replicas - 1}"'
     if dot and not (rank.isdigit() and 0 < int(rank) < ranks):

@@ -132,6 +132,12 @@ class RoleSpec(Struct, frozen=True):
         return self.max_replicas is not None
 
     @property
+    def table(self) -> str:
+        """Return the name of the role's table in job.toml."""
+        table = "commands" if self.kind == "command" else "roles" if self.name == self.kind else "rollouts"
+        return f"{table}.{self.name}"
+
+    @property
     def awaited_as(self) -> str:
         """Return the name by which a phase names this role if it waits for it: the kind or, of a command, the name."""
         return self.name if self.kind == "command" else self.kind
@@ -589,6 +595,15 @@ class RunSpec(Struct, frozen=True):
     def kind(self, kind: RoleKind) -> tuple[RoleSpec, ...]:
         """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
+
+    def most_replicas(self, role: RoleSpec) -> int:
+        """Return the largest number of replicas that a role may have: elastic pools grow, and extras use the spares."""
+        if role.max_replicas is not None:
+            return role.max_replicas
+        shared = role.kind == "rollout" and self.form == "pool" and not self.node_group_of(role.name).dedicated
+        if not shared or "rollout" not in self.tags.spare:
+            return role.replicas
+        return role.replicas + self.spares * role.replicas_fitting(self.node_group_of(role.name).node)
 
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""

@@ -27,7 +27,7 @@ class Role(Table):
     """Number of replicas; each is monitored, fenced and replaced on its own."""
     min_replicas: Annotated[int, Field(ge=0)] | None = None
     """Number of replicas below which the run cannot continue; default: all for a trainer or a service, 1 for
-    rollouts."""
+    rollouts, 0 for rollouts of several pools, of which one rollout suffices."""
     cpus: Annotated[int, Field(ge=1)] = 1
     """Cores of each rank of a replica."""
     gpus: Annotated[int, Field(ge=0)] = 0
@@ -172,9 +172,15 @@ class RolloutPool(RolloutRole):
     """
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | ReplicaRange = 1  # type: ignore[assignment]
-    """Number of replicas, or { min = 0, max = 12 }: the run then grows and shrinks the pool by itself."""
+    """Number of replicas, or { min = 0, max = 12 }: the run then grows and shrinks the pool by itself, within its
+    ``node_hours``. One pool of a run may be elastic."""
+    slurm: SbatchOptions = {}
+    """Options of sbatch for the pool's jobs, in addition to [slurm] and those of [roles.rollout], in every form."""
+    walltime: OptionalTime = None
+    """Time limit of the jobs of an elastic pool, in every form. Short jobs start earlier, where Slurm backfills.
+    Default: the time limit of the run."""
     node_hours: Annotated[float, Field(gt=0)] | None = None
-    """Node hours that an elastic pool may use over the whole run, resumes included."""
+    """Node hours that an elastic pool may use over the whole run, resumes included; required with { min, max }."""
 
     @property
     def fewest(self) -> int:
@@ -193,19 +199,9 @@ class RolloutPool(RolloutRole):
 
     def over(self, base: RolloutRole) -> RolloutPool:
         """Return the pool with the keys that it does not give taken from ``base``, its nodes its own."""
-        given = {key: getattr(self, key) for key in self.model_fields_set}
-        inherited = {key: getattr(base, key) for key in type(base).model_fields if key not in _OWN_OF_A_POOL}
-        merged = {key: {**inherited[key], **given.get(key, {})} for key in _MERGED}
-        return RolloutPool.model_construct(
-            _fields_set=set(RolloutPool.model_fields),
-            **{
-                **{key: field.default for key, field in RolloutPool.model_fields.items()},
-                **inherited,
-                **given,
-                **merged,
-                "exclusive": True,
-            },
-        )
+        taken = RolloutRole.model_fields.keys() - self.model_fields_set - set(_OWN_OF_A_POOL)
+        merged = {key: {**getattr(base, key), **getattr(self, key)} for key in _MERGED}
+        return self.model_copy(update={key: getattr(base, key) for key in taken} | merged | {"exclusive": True})
 
 
 _OWN_OF_A_POOL = ("replicas", "min_replicas", "exclusive", "walltime")

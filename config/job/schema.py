@@ -12,7 +12,7 @@ import string
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...core import run_spec
 from ...core.faults import MANAGER
@@ -94,8 +94,8 @@ def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
     return roles
 
 
-def _tags_of_rollouts(tags: tuple[str, ...]) -> tuple[str, ...]:
-    if "rollout" in tags:
+def _tags_of_rollouts(tags: Any) -> Any:
+    if isinstance(tags, list) and "rollout" in tags:
         raise ValueError('"rollout" has no effect: every node has the tag of its own role; remove it')
     return tags
 
@@ -409,10 +409,11 @@ class TagsTable(Table):
 
     spare: Annotated[tuple[Literal["rollout", "train"], ...], Field(strict=False)] | None = None
     """Work of spare nodes. "rollout": they generate; "train": the trainer may take them, at once, since they keep its
-    standby processes. Default: both, but only "train" on the local cluster, whose nodes share a machine."""
-    rollout: Annotated[
-        tuple[Literal["train", "rollout"], ...], Field(strict=False), AfterValidator(_tags_of_rollouts)
-    ] = ("train",)
+    standby processes. Default: both, but only "train" on the local cluster, whose nodes share a machine, and in forms
+    without spares."""
+    rollout: Annotated[tuple[Literal["train"], ...], Field(strict=False), BeforeValidator(_tags_of_rollouts)] = (
+        "train",
+    )
     """Further work of the nodes of [roles.rollout]. "train": the trainer may take such a node if no spare is left; as
     many of them as the trainer has nodes keep its standby processes."""
 
