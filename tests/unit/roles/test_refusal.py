@@ -98,8 +98,8 @@ def test_configuration_that_vllm_refuses_on_one_node_is_not_reported(
     monkeypatch.setattr(config, "configure", refuse)
     monkeypatch.setattr(config, "set_environment", lambda threads: None)
     monkeypatch.setattr(end_report, "_report", lambda report: pytest.fail(str(report)))
-    job = MagicMock(rollout=RolloutSettings(), seed=0, model=ModelSpec(path="/a/model", max_length=8))
-    me = MagicMock(job=job)
+    job = MagicMock(seed=0, model=ModelSpec(path="/a/model", max_length=8))
+    me = MagicMock(job=job, rollout=RolloutSettings())
     me.launch.incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     with pytest.raises(SystemExit) as ended:
         config.prepare(me, MagicMock(), MagicMock())
