@@ -47,7 +47,7 @@ _REPLACED_KEYS: dict[tuple[str, ...], str] = {
     ("roles", "rollout", "warm"): 'spare = ["rollout", "train"] in [tags]: spare nodes then generate',
     ("roles", "trainer", "standbys"): 'rollout = ["train"] in [tags], or [] for none',
     ("roles", "trainer", "donor_rollouts"): 'rollout = ["train"] in [tags], or [] for none',
-    ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: as many rollouts as the trainer has nodes',
+    ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: the trainer has standbys on as many nodes as its own',
 }
 """What to write instead of keys that are gone."""
 

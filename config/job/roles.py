@@ -128,8 +128,8 @@ class TrainerRole(Role):
     """Number of steps that may be trained while a checkpoint is written. After them the trainer waits for the
     checkpoint."""
     warm: bool = True
-    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
-    of the trainer at once. Only with [recovery] policy = "role"."""
+    """Keep standby processes (about 400 MB each) on the trainer's nodes, and on as many spares and nodes of rollouts as
+    [tags] allows. Each can be promoted to a member of the trainer at once. Only with [recovery] policy = "role"."""
     snapshots: bool = _TRAINER.snapshots
     """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""

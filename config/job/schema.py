@@ -258,7 +258,8 @@ class SamplingTable(Table):
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
     """Batches that rollouts may work ahead of the trainer. The trained tokens are then up to about ahead + 2 steps old,
-    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Has no effect if ``staleness`` is
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Rollouts that together lease more
+    than a batch may work ahead as many batches as they lease, at most ``staleness``. Has no effect if ``staleness`` is
     0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Greatest age N, in training steps, of a token that is trained on. Step n starts from the weights of step n - 1; a
@@ -408,14 +409,14 @@ class TagsTable(Table):
     """What nodes may do besides their own work (docs/pools.md)."""
 
     spare: Annotated[tuple[Literal["rollout", "train"], ...], Field(strict=False)] | None = None
-    """Work of spare nodes. "rollout": they generate; "train": the trainer may take them, at once, since they keep its
-    standby processes. Default: both, but only "train" on the local cluster, whose nodes share a machine, and in forms
-    without spares."""
+    """Work of spare nodes. "rollout": they generate until another role needs them; "train": they keep standby processes
+    of the trainer, which takes such a node at once. Default: both, but only "train" on the local cluster, whose nodes
+    share a machine, and in forms without spares."""
     rollout: Annotated[tuple[Literal["train"], ...], Field(strict=False), BeforeValidator(_tags_of_rollouts)] = (
         "train",
     )
-    """Further work of the nodes of [roles.rollout]. "train": the trainer may take such a node if no spare is left; as
-    many of them as the trainer has nodes keep its standby processes."""
+    """Further work of the nodes of [roles.rollout]. "train": they keep standby processes of the trainer, if it has
+    fewer spares than nodes; the trainer takes such a node if no spare is left."""
 
 
 class Job(Table):

@@ -897,7 +897,11 @@ def test_renamed_key_is_reported_with_its_new_name(
         ("roles.rollout", "warm", 'spare = ["rollout", "train"] in [tags]: spare nodes then generate'),
         ("roles.trainer", "standbys", 'rollout = ["train"] in [tags], or [] for none'),
         ("roles.trainer", "donor_rollouts", 'rollout = ["train"] in [tags], or [] for none'),
-        ("recovery", "failure_rate", 'rollout = ["train"] in [tags]: as many rollouts as the trainer has nodes'),
+        (
+            "recovery",
+            "failure_rate",
+            'rollout = ["train"] in [tags]: the trainer has standbys on as many nodes as its own',
+        ),
     ],
 )
 def test_key_that_is_gone_is_reported_with_what_replaces_it(
