@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -134,21 +134,19 @@ def _preflight(
             ' node of the cluster, or write kind = "local"'
         )
     worst = worst_case(spec, foreground)
-    answer, observed, of_pools = run_coroutine(_ask_slurm(job, spec, foreground))
-    problems = [*answer.problems, *_exceeded_limits(worst, observed), *_pools_beyond_limits(job, spec, of_pools)]
+    answer, observed = run_coroutine(_ask_slurm(job, spec, foreground))
+    problems = [*answer.problems, *_exceeded_limits(worst, observed)]
     if certain := [with_location(document, one) for one in problems if one.certain]:
         raise UsageError("\n".join(certain))
     doubts += [with_location(document, one) for one in problems]
     return Preflight(doubts, _limits_summary(worst, observed), answer.starts)
 
 
-async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, JobLimits, dict[str, JobLimits]]:
-    """Return the test of the jobs, the limits of the run's first jobs, and those of each further rollout pool."""
-    pools = {group.name: read_limits(group.sbatch) for group in spec.node_groups if group.dedicated}
-    answer, observed, *of_pools = await asyncio.gather(
-        check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch), *pools.values()
+async def _ask_slurm(job: Job, spec: RunSpec, foreground: bool) -> tuple[SlurmAnswer, JobLimits]:
+    answer, observed = await asyncio.gather(
+        check_with_slurm(job, spec, foreground), read_limits(spec.node_groups[0].sbatch)
     )
-    return answer, observed, dict(zip(pools, of_pools, strict=True))
+    return answer, observed
 
 
 def with_location(document: JobDocument, problem: Problem) -> str:
@@ -415,17 +413,6 @@ def _exceeded_limits(worst: WorstCase, observed: JobLimits) -> list[Problem]:
         text = f"the run can start {worst.steps_per_hour} steps an hour, but MaxStepCount is {observed.steps_per_job}"
         problems.append(Problem((), text, certain=False))
     return problems
-
-
-def _pools_beyond_limits(job: Job, spec: RunSpec, observed: Mapping[str, JobLimits]) -> Iterator[Problem]:
-    """Yield a doubt for each further rollout pool that may have more jobs than the limits of its own options allow."""
-    for pool, limits in observed.items():
-        role = spec.role(pool)
-        jobs = (role.max_replicas or role.replicas) * role.nodes
-        for limit in limits.limits:
-            if jobs > limit.max_jobs:
-                text = f"the pool can have {jobs} jobs at the same time, and {limit.name} is {limit.max_jobs}"
-                yield Problem((*job.table_of(pool), "replicas"), f"{text}: it then stays smaller", certain=False)
 
 
 def _limits_summary(worst: WorstCase, observed: JobLimits) -> str:

@@ -55,9 +55,8 @@ def size_problem(job: Job, spec: RunSpec, machine: Machine) -> Problem | None:
         text = f"{size_text(job.cluster.node.mem)} is more than this machine has ({_gib(machine.memory)}); lower it"
         return Problem(("cluster", "node", "mem"), text)
     if (needed := _process_bytes(spec)) > machine.memory:
-        role = max(spec.roles, key=lambda one: spec.most_replicas(one) * one.ranks)
-        replicas = role.max_replicas or role.replicas
-        key, count = ("ranks", role.ranks) if role.ranks > replicas else ("replicas", replicas)
+        role = max(spec.roles, key=lambda one: one.replicas * one.ranks)
+        key, count = ("ranks", role.ranks) if role.ranks > role.replicas else ("replicas", role.replicas)
         text = f"{count}: the processes of the run need at least {_gib(needed)}, and {has}; lower it"
         return Problem((*job.table_of(role.name), key), text)
     if job.model is not None and (needed := _model_bytes(spec)) > machine.memory:
@@ -67,12 +66,10 @@ def size_problem(job: Job, spec: RunSpec, machine: Machine) -> Problem | None:
 
 
 def _process_bytes(spec: RunSpec) -> int:
-    """Return the minimum memory (bytes) of all processes of the run at its largest, without the model."""
-    ranks = sum(spec.most_replicas(role) * role.ranks for role in spec.roles)
-    nodes = spec.nodes + sum(
-        (role.max_replicas - role.replicas) * role.nodes for role in spec.roles if role.max_replicas
-    )
-    with_torch = sum(spec.most_replicas(role) * role.ranks for role in spec.roles if _computes(role))
+    """Return the minimum memory (bytes) of all processes of the run, without the model."""
+    ranks = sum(role.replicas * role.ranks for role in spec.roles)
+    nodes = sum(group.nodes for group in spec.node_groups)
+    with_torch = sum(role.replicas * role.ranks for role in spec.roles if _computes(role))
     return (ranks + nodes) * _LAUNCHER_BYTES + with_torch * _TORCH_BYTES
 
 
@@ -87,7 +84,7 @@ def _model_bytes(spec: RunSpec) -> int:
         if role.traits.trains:  # the ranks of the trainer share the weights and the optimizer's state
             per_weight += _FLOAT32_BYTES if role.per_member.gpus else _OPTIMIZER_BYTES
         elif not role.per_member.gpus:
-            per_weight += spec.most_replicas(role) * _DTYPE_BYTES[spec.model.dtype]
+            per_weight += role.replicas * _DTYPE_BYTES[spec.model.dtype]
     return per_weight * weight_count(spec.model) if per_weight else 0
 
 

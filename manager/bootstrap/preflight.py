@@ -89,7 +89,7 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
     try:
         partitions = await site.query_partitions()
         # requests of one node group differ only by their tags
-        for request in {one.node_group: one for one in initial_requests(_RUN_ID, _begun_with_all_pools(spec))}.values():
+        for request in {one.node_group: one for one in initial_requests(_RUN_ID, spec)}.values():
             too_large = [
                 problem
                 for component in (request, *request.further_components)
@@ -113,15 +113,6 @@ async def check_with_slurm(job: Job, spec: RunSpec, foreground: bool = False) ->
         problems.append(_unreachable(error))
     first_of_each = {(problem.key or problem.text, problem.certain): problem for problem in reversed(problems)}
     return SlurmAnswer(list(first_of_each.values())[::-1], starts)
-
-
-def _begun_with_all_pools(spec: RunSpec) -> RunSpec:
-    """Return the run spec with a node in each further rollout pool, which an elastic pool may request only later."""
-    groups = tuple(
-        msgspec.structs.replace(group, nodes=max(1, group.nodes)) if group.dedicated else group
-        for group in spec.node_groups
-    )
-    return msgspec.structs.replace(spec, node_groups=groups)
 
 
 def _unreachable(error: Refused | Unanswered) -> Problem:
