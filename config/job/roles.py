@@ -167,8 +167,8 @@ class ReplicaRange(Table):
 class RolloutPool(RolloutRole):
     """A further rollout pool: rollouts on nodes of another kind, or as many as pay.
 
-    Keys that are not given are those of [roles.rollout]; the tables slurm, vllm and env merge key by key. The nodes of
-    the pool are jobs of their own, which host nothing else (docs/pools.md).
+    Keys that are not given are those of [roles.rollout]; the tables slurm, vllm and env merge key by key, vllm only if
+    both have the same engine. The nodes of the pool are jobs of their own, which host nothing else (docs/pools.md).
     """
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | ReplicaRange = 1  # type: ignore[assignment]
@@ -201,6 +201,8 @@ class RolloutPool(RolloutRole):
         """Return the pool with the keys that it does not give taken from ``base``, its nodes its own."""
         taken = RolloutRole.model_fields.keys() - self.model_fields_set - set(_OWN_OF_A_POOL)
         merged = {key: {**getattr(base, key), **getattr(self, key)} for key in _MERGED}
+        if "engine" in self.model_fields_set and self.engine != base.engine:
+            merged["vllm"] = self.vllm  # the arguments of the other engine would be wrong
         return self.model_copy(update={key: getattr(base, key) for key in taken} | merged | {"exclusive": True})
 
 

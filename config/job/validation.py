@@ -440,7 +440,7 @@ def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:
     if at[1] in job.commands:
         raise mistake(at, f"there is a role [commands.{at[1]}], too; choose another name for the pool")
     merged = job.every_role()[at[1]]
-    if pool.is_elastic and merged.ranks > merged.ranks_per_node:
+    if pool.is_elastic and merged.command is not None and merged.ranks > merged.ranks_per_node:
         text = (
             f"a replica of an elastic pool has one node; write ranks_per_node = {merged.ranks}, or a number of replicas"
         )

@@ -110,6 +110,17 @@ def test_elastic_pool_works_on_the_local_cluster_whose_spares_do_not_generate_by
     assert spec(SLURM.replace("[cluster]", '[cluster]\nform = "replica"')).tags.spare == ("train",)
 
 
+def test_pool_with_another_engine_does_not_take_the_arguments_of_vllm() -> None:
+    base = '[roles.rollout]\nengine = "vllm"\nvllm = { max_num_seqs = 8 }\n'
+    made = spec(SLURM + base + '[rollouts.a]\nengine = "torch"\n[rollouts.b]\nengine = "mine:Engine"\n[rollouts.c]\n')
+    assert {name: one.vllm for name, one in made.rollouts.items()} == {
+        "rollout": {"max_num_seqs": 8},
+        "a": {},
+        "b": {},
+        "c": {"max_num_seqs": 8},
+    }
+
+
 def test_first_pool_may_hold_only_the_keys_of_the_others() -> None:
     keys = '[roles.rollout]\nreplicas = 0\nengine = "vllm"\ngpus = 8\n'
     pools = "[rollouts.a]\nvllm = { tensor_parallel_size = 8 }\n[rollouts.b]\ngpus = 2\nvllm.tensor_parallel_size = 2\n"
