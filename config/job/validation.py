@@ -419,9 +419,8 @@ def _pools(job: Job) -> None:
         raise mistake(("roles", "rollout", "replicas"), text)
     for name, pool in job.rollouts.items():
         _pool(job, ("rollouts", name), pool)
-    if not job.roles.rollout.replicas and not any(pool.fewest for pool in job.rollouts.values()):
-        fix = f"min = 1 in [rollouts.{elastic[0]}]" if elastic else "add a pool [rollouts.NAME]"
-        text = f"no rollout would generate when the run begins: write at least 1, or {fix}"
+    if not job.roles.rollout.replicas and not job.rollouts:
+        text = "no rollout would generate; write at least 1, or add a pool [rollouts.NAME]"
         raise mistake(("roles", "rollout", "replicas"), text)
     if len(elastic) > 1:
         text = f"a run has one elastic pool, and [rollouts.{elastic[0]}] is elastic; write a number"

@@ -213,14 +213,7 @@ POOL = "[rollouts.a]\n"
         (
             "[roles.rollout]\nreplicas = 0\n",
             2,
-            "roles.rollout.replicas: no rollout would generate when the run begins: write at least 1, or add a pool"
-            " [rollouts.NAME]",
-        ),
-        (
-            "[roles.rollout]\nreplicas = 0\n" + BURST,
-            2,
-            "roles.rollout.replicas: no rollout would generate when the run begins: write at least 1, or min = 1 in"
-            " [rollouts.burst]",
+            "roles.rollout.replicas: no rollout would generate; write at least 1, or add a pool [rollouts.NAME]",
         ),
         # the nodes
         (
