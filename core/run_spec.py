@@ -596,15 +596,6 @@ class RunSpec(Struct, frozen=True):
         """Return the roles of this kind."""
         return tuple(role for role in self.roles if role.kind == kind)
 
-    def most_replicas(self, role: RoleSpec) -> int:
-        """Return the largest number of replicas that a role may have: elastic pools grow, and extras use the spares."""
-        if role.max_replicas is not None:
-            return role.max_replicas
-        shared = role.kind == "rollout" and self.form == "pool" and not self.node_group_of(role.name).dedicated
-        if not shared or "rollout" not in self.tags.spare:
-            return role.replicas
-        return role.replicas + self.spares * role.replicas_fitting(self.node_group_of(role.name).node)
-
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""
         name = role_of(replica)

@@ -16,7 +16,7 @@ import pytest
 from rrl.cli import main
 from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RUNS_ENV
-from rrl.core.run_spec import Recovery, RunSpec, TagsSpec
+from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import Incarnation, Outcome, ReplicaId, Version, standby_role_of
 from rrl.health.detection.bounds import bounds
 from rrl.health.detection.health_monitor import HealthMonitor
@@ -195,7 +195,4 @@ def test_second_role_of_rollouts_has_the_bounds_of_the_first_and_is_awaited_with
     }
     assert of_role["fast"] == of_role["rollout"] != []
     assert entered_phase(job, "wait_data", None).waits_for is None, "it names one role of two that it waits for"
-    single = gang_job(1, 1, rollouts=1)
-    assert entered_phase(single, "wait_data", None).waits_for == ROLLOUTS[0]
-    generating = msgspec.structs.replace(single, tags=TagsSpec(spare=("rollout",)))
-    assert entered_phase(generating, "wait_data", None).waits_for is None, "a spare may generate as well"
+    assert entered_phase(gang_job(1, 1, rollouts=1), "wait_data", None).waits_for == ROLLOUTS[0]

@@ -299,6 +299,11 @@ def test_mistake_in_a_pool_is_one_line(text: str, line: int, complaint: str) -> 
     assert str(raised.value) == f"job:{LINES + line}: {complaint}"
 
 
+def test_fault_of_an_elastic_pool_hits_one_of_the_replicas_that_it_may_have() -> None:
+    (fault,) = spec(SLURM + BURST + FAULT % "burst").faults
+    assert fault.target in {f"burst/{index}" for index in range(4)}
+
+
 @pytest.mark.parametrize(
     ("base", "text", "line", "complaint"),
     [
