@@ -200,7 +200,8 @@ class RolloutPool(RolloutRole):
     def over(self, base: RolloutRole) -> RolloutPool:
         """Return the pool with the keys that it does not give taken from ``base``, its nodes its own."""
         taken = RolloutRole.model_fields.keys() - self.model_fields_set - set(_OWN_OF_A_POOL)
-        merged = {key: {**getattr(base, key), **getattr(self, key)} for key in _MERGED}
+        tables = {key: table for key, table in base if isinstance(table, dict)}
+        merged = {key: {**table, **getattr(self, key)} for key, table in tables.items()}
         if "engine" in self.model_fields_set and self.engine != base.engine:
             merged["vllm"] = self.vllm  # the arguments of the other engine would be wrong
         return self.model_copy(update={key: getattr(base, key) for key in taken} | merged | {"exclusive": True})
@@ -208,8 +209,6 @@ class RolloutPool(RolloutRole):
 
 _OWN_OF_A_POOL = ("replicas", "min_replicas", "exclusive", "walltime")
 """Keys of [roles.rollout] that a further pool does not take over."""
-_MERGED = ("slurm", "vllm", "env")
-"""Tables of a pool that are merged with those of [roles.rollout] key by key."""
 
 
 class TrajectoriesRole(Role):

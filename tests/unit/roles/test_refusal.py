@@ -40,7 +40,8 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
     job = resolve(Job.model_validate(message_text), "python")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, launch=launch)  # without __enter__, so that joining fails
+    rollout = job.rollouts["rollout"]
+    me = SimpleNamespace(job=job, rollout=rollout, launch=launch)  # without __enter__, so that joining fails
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
