@@ -19,7 +19,7 @@ from ...core.types import Resources
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import FaultsTable
 from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutPool, RolloutRole, TrainerRole
-from .schema import Job, ModelTable, SamplingTable
+from .schema import Job, ModelTable, SamplingTable, TagsTable
 from .site import EnvTable
 
 MAX_RANDOM_FAULTS = 1000
@@ -128,11 +128,8 @@ def with_dependent_defaults(job: Job) -> Job:
         defaults |= of_trainer if isinstance(role, TrainerRole) else {}
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
-    tags = job.tags
-    if tags.spare is None:
-        works = job.cluster.form == POOL and not job.cluster.traits.roles_run_here
-        tags = tags.model_copy(update={"spare": ("rollout", "train") if works else ("train",)})
-    return job.model_copy(update={**filled, "roles": job.roles.model_copy(update=filled["roles"]), "tags": tags})
+    roles = job.roles.model_copy(update=filled["roles"])
+    return job.model_copy(update={**filled, "roles": roles, "tags": _tags(job)})
 
 
 def _model(model: ModelTable | None) -> run_spec.ModelSpec:
@@ -162,6 +159,14 @@ def _endpoint(endpoint: EndpointRole | None) -> run_spec.EndpointSettings | None
 def _env(env: EnvTable, python: str) -> EnvSpec:
     probe_python = env.python or ("python" if env.venv or env.conda else python)
     return EnvSpec(env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python)
+
+
+def _tags(job: Job) -> TagsTable:
+    """Return the tags with their default: spares generate where each is a machine of its own."""
+    if job.tags.spare is not None:
+        return job.tags
+    generate = job.cluster.form == POOL and not job.cluster.traits.roles_run_here
+    return job.tags.model_copy(update={"spare": ("rollout", "train") if generate else ("train",)})
 
 
 def _donor_rollouts(job: Job, role: Role) -> int:
