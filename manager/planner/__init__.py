@@ -57,8 +57,8 @@ def plan(state: State, now: float) -> Plan:
         return Plan(tuple(lifecycle), now)
     assigned = assign(state, inventory, now)
     resized, resize_wake = resize(state, inventory, assigned, now)
-    if resized := [*resized, *resize_extras(state, inventory, assigned, now)]:
-        return Plan(tuple(resized), now)
+    if sized := (*resized, *resize_extras(state, inventory, assigned, now)):
+        return Plan(sized, now)
     moves, move_wake = rotate(state, assigned, now)
     if moves:
         return Plan(tuple(moves), now)
