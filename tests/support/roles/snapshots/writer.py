@@ -59,7 +59,7 @@ def _member(keys: RunKeys, progress: mmap.mmap, incarnation: int, where: str) ->
         if step == last and where == "head":
             mock.patch.object(MappedBuffer, "commit", _half_a_head).start()
         view = client.buffer(SIZE, step)  # the snapshot of the previous step is sealed now
-        struct.pack_into("<Q", progress, 0, step)
+        progress[:] = struct.pack("<Q", step)  # pack_into writes zeros first, and a kill may come between
         whole = bytes([step % 251]) * _CHUNK_BYTES
         for start in range(0, SIZE, _CHUNK_BYTES):
             if step == last and where == "copy" and start > SIZE // 2:

@@ -377,7 +377,8 @@ async def test_reader_that_takes_nothing_holds_few_slots_until_it_is_gone() -> N
         reads = runtime(source)
         idle = await pipe._dial(at)  # type: ignore[attr-defined]
         await authenticate(idle, SECRET, dialled=True)
-        await idle.send(protocol._REQUEST.pack(protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+        whole = (protocol._KIND_RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK, protocol._NO_BASE)
+        await idle.send(protocol._REQUEST.pack(*whole))
         await eventually(lambda: len(reads._slots) == nixl._MAX_UNREAD_SLOTS)
         into = memoryview(bytearray(20 * CHUNK))
         await other.fetch(at, VERSION, range(20 * CHUNK), into, TIMEOUT_S)
