@@ -33,7 +33,7 @@ from ..model.table import as_dict
 
 _log = logging.getLogger("rrl.manager")
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of the records. A journal of another version is refused with a one-line error.
 
 2: ends of steps and rejected intents carry a reason as an enum, findings carry flags.
