@@ -296,7 +296,8 @@ class Site:
         return working
 
     def all_work(self) -> bool:
-        return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
+        fixed = {role.name: role.replicas * role.ranks for role in self.job.roles if not role.is_elastic}
+        return sum(role_of(id) in fixed for id in self.working()) == sum(fixed.values())
 
     def commit(self) -> None:
         self.committed += 1
