@@ -53,16 +53,17 @@ def spent_node_s(state: State, pool: str, now: float) -> float:
     return pool_state(state, pool).spent_node_s + used
 
 
-def affordable(state: State, role: RoleSpec, now: float) -> tuple[int, float]:
+def affordable(state: State, role: RoleSpec, now: float, together: int = 1) -> tuple[int, float]:
     """Return how many more requests the budget of an elastic pool allows, and the walltime (s) of each, at most.
 
     Each allocation and each request reserves its whole walltime until it ends. What is not reserved is shared among the
-    requests that the pool may still make, so that the first ones leave something for the last.
+    requests that the pool may still make, so that the first ones leave something for the last. ``together`` requests
+    are made at once.
     """
     made = _allocations(state, role.name)
     reserved = sum(max(a.used_s(now), a.request.walltime) * a.request.count for a in made)
     free = role.node_seconds - pool_state(state, role.name).spent_node_s - reserved
-    share = free / max(1, (role.max_replicas or 0) * role.nodes - len(made))
+    share = free / max(together, (role.max_replicas or 0) * role.nodes - len(made))
     return int(max(0.0, free) // MIN_WALLTIME_S), max(MIN_WALLTIME_S, share // MIN_WALLTIME_S * MIN_WALLTIME_S)
 
 

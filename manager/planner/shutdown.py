@@ -25,6 +25,7 @@ from ..model.actions import (
     Why,
     every_lower,
 )
+from ..model.pools import elastic_role
 from ..model.queries import all_completed, is_batch_role, open_requests, progress
 from ..model.state import Allocation, Node, Replica, State, Status
 from .capacity.placement import stop_orphans
@@ -96,8 +97,11 @@ def _left_to_user(state: State, allocation: Allocation) -> bool:
     """Return whether the user keeps this allocation.
 
     An allocation is not left to the user while it has an orphan step on a usable node. An orphan step on an excluded
-    node does not count: its end may never be reported.
+    node does not count: its end may never be reported. The elastic pool, which has a budget, keeps nothing.
     """
+    elastic = elastic_role(state.job)
+    if elastic is not None and allocation.request.node_group == elastic.name:
+        return False
     has_orphans = any(node.allocation == allocation.tag and node.excluded is None for node in _orphan_step_nodes(state))
     return state.keep_allocations and allocation.running and not has_orphans
 

@@ -22,7 +22,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import STANDBY_ROLE, Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Exclude, Fence, RestartAll
+from rrl.manager.model.actions import Exclude, Fence, Resize, RestartAll
 from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.support.cli.explained import assert_explained
@@ -336,7 +336,9 @@ def _undisturbed(run: RunDir) -> bool:
     decisions = [event.action for event in events if isinstance(event, ev.Decided)]
     managers = sum(isinstance(event, ev.ManagerStarted) for event in events)
     return managers == 1 and not any(
-        isinstance(one, Fence | RestartAll | Exclude | ev.FindingChanged | ev.FaultInjected | ev.FaultRequested)
+        isinstance(
+            one, Fence | Resize | RestartAll | Exclude | ev.FindingChanged | ev.FaultInjected | ev.FaultRequested
+        )
         for one in (*events, *decisions)
     )
 

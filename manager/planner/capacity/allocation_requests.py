@@ -154,20 +154,22 @@ def new_requests(state: State, node_group: NodeGroup, count: int, now: float) ->
         return [build_request(state, node_group, count, _next_tag(state, node_group), now)]
     requests_made = state.requests_made.get(node_group.name, 0)
     return [
-        build_request(state, node_group, 1, f"{state.run}.{node_group.name}-{requests_made + n}", now)
+        build_request(state, node_group, 1, f"{state.run}.{node_group.name}-{requests_made + n}", now, count)
         for n in range(count)
     ]
 
 
-def build_request(state: State, node_group: NodeGroup, count: int, tag: str, now: float) -> AllocationRequest:
+def build_request(
+    state: State, node_group: NodeGroup, count: int, tag: str, now: float, together: int = 1
+) -> AllocationRequest:
     """Return a request whose walltime is the remaining time of the run, at most the group's walltime.
 
     Slurm is less likely to backfill a request for more time than needed. The walltime of an elastic pool's request is
-    also limited to what its budget allows.
+    also limited to what its budget allows, if ``together`` requests are made at once.
     """
     walltime = min(state.ends_at - now, node_group.walltime)
     if node_group.dedicated and (role := state.job.role(node_group.name)).is_elastic:
-        walltime = min(walltime, affordable(state, role, now)[1]) // MIN_WALLTIME_S * MIN_WALLTIME_S
+        walltime = min(walltime, affordable(state, role, now, together)[1]) // MIN_WALLTIME_S * MIN_WALLTIME_S
     return AllocationRequest(
         tag,
         count,

@@ -161,7 +161,7 @@ def _replacements(
     if _is_elastic(state, node_group):
         over = is_rejected(state, recent_rejections, now)
         allowed = 0 if over else affordable(state, state.job.role(node_group.name), now)[0]
-        if surplus := _surplus(state, assigned, node_group, missing - allowed):
+        if surplus := _surplus(state, assigned, node_group, expected + allowed):
             reason = recent_rejections[-1].detail if over else "its budget of node hours is used up"
             return [Resize(node_group.name, (), surplus, Why((reason,), expects="the others continue its work"))], now
         if (missing := min(missing, allowed)) <= 0:
@@ -203,10 +203,9 @@ def _is_elastic(state: State, node_group: NodeGroup) -> bool:
 
 
 def _surplus(state: State, assigned: Assignment, node_group: NodeGroup, nodes: int) -> tuple[ReplicaId, ...]:
-    """Return the replicas without a node that the elastic pool gives up, because this many nodes are not requested."""
+    """Return the replicas without a node that the elastic pool gives up, because only this many nodes will come."""
     lacking = dict.fromkeys(gang_of(replica.id) for replica in assigned.lacking if replica.role in node_group.roles)
-    count = -(-max(0, nodes) // state.job.role(node_group.name).nodes)
-    return tuple(reversed(lacking))[:count]
+    return tuple(lacking)[nodes // state.job.role(node_group.name).nodes :]
 
 
 def _is_ending(state: State, allocation: Allocation, now: float) -> bool:

@@ -63,7 +63,8 @@ def resize(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
     failing = any(member.status is Status.RETIRED for gang in gangs for member in gang)
     if wanted == len(gangs) or again_at > now or failing or late or (others and state.step <= pool.resized_step):
         return [], min(wake, again_at if again_at > now else NEVER)
-    limit = affordable(state, role, now)[0] // role.nodes
+    unserved = max(0, len(lacking) - inventory.expected(role.name) // role.nodes)
+    limit = max(0, affordable(state, role, now)[0] // role.nodes - unserved)
     if _awaits_answer(state, role.name):
         limit = min(limit, 1)
     taken = {gang[0].id for gang in gangs}

@@ -34,6 +34,7 @@ from rrl.tests.support.manager.jobs import (
     gang_job,
     in_node_groups,
     job,
+    with_pool,
 )
 from rrl.tests.support.manager.scripted_runs import (
     COMPLETES,
@@ -118,6 +119,12 @@ IS_RESUMED = Script(
     job=job(spares=0, limits=LIMITS),
     resumed=job(spares=0, limits=LIMITS, steps=4),
 )
+IS_RESIZED = Script(
+    Outcome.COMPLETED,
+    granted=2,
+    job=with_pool(job(spares=0, limits=LIMITS, steps=30), 0, 2),
+    at_step={2: _commands("resize", target="burst", replicas=1)},
+)
 SCRIPTS = {
     "completes": COMPLETES,
     "is cancelled": IS_CANCELLED,
@@ -125,6 +132,7 @@ SCRIPTS = {
     "is repaired": IS_REPAIRED,
     "restarts whole": RESTARTS_WHOLE,
     "is resumed": IS_RESUMED,
+    "is resized": IS_RESIZED,
 }
 
 
