@@ -31,7 +31,7 @@ from rrl.benchmarks._table import print_table
 from rrl.cluster.base import AllocationState, AllocationStatus, NodeState, NodeStatus
 from rrl.core.launch import ExitReason, tag_of
 from rrl.core.phases import STANDBY
-from rrl.core.run_spec import NodeGroup, RoleSpec, RunSpec
+from rrl.core.run_spec import NodeGroup, RoleSpec, RunSpec, TagsSpec
 from rrl.core.types import (
     AGENT,
     Cause,
@@ -261,7 +261,8 @@ def _job(ranks: int, rollouts: int, nodes: int, spares: int) -> RunSpec:
         RoleSpec("rollout", "rollout", rollouts, 1, whole, True, ("run",)),
     )
     pool = NodeGroup("pool", tuple(role.name for role in roles), nodes, _NODE, min_nodes=nodes)
-    return RunSpec(name="large", steps=9, cluster="slurm", roles=roles, node_groups=(pool,), spares=spares)
+    tags = TagsSpec(("rollout", "train"), ())
+    return RunSpec("large", 9, "slurm", roles, (pool,), spares=spares, tags=tags)
 
 
 if __name__ == "__main__":

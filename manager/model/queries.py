@@ -17,6 +17,7 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     gang_of,
+    index_of,
     member_id,
     natural_sort_key,
     role_of,
@@ -189,6 +190,15 @@ def extra_rollouts(state: State) -> list[Replica]:
     if len(placed) <= role.replicas:
         return []
     return sorted(placed, key=lambda rollout: natural_sort_key(rollout.id))[role.replicas :]
+
+
+def are_extras(state: State, rollouts: Iterable[Replica]) -> bool:
+    """Return whether all these replicas are extras that have a node; True if there are none."""
+    rollouts, role = list(rollouts), extras_role(state.job)
+    # fast, since hundreds of nodes may be lost at once: a rollout that is preceded by enough others has a high number
+    if not all(role and one.role == role.name and int(index_of(one.id)) >= role.replicas for one in rollouts):
+        return False
+    return not rollouts or {one.id for one in rollouts} <= {one.id for one in extra_rollouts(state)}
 
 
 def place_of(replica: Replica) -> NodeName | None:

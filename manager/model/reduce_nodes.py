@@ -12,7 +12,7 @@ from ...core.types import NodeName, Resources, Verdict, is_support
 from . import events as ev
 from .actions import Drain, Exclude, ExternalAction, Launch, Readmit, Shrink, Undrain
 from .pools import elastic_role, pool_state
-from .queries import extra_rollouts
+from .queries import are_extras
 from .reduce_replicas import RETRY_PAUSE_S, with_replica
 from .state import Allocation, Node, RejectedRequest, ReleaseResult, State
 from .table import put, without
@@ -333,8 +333,8 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
     if not action.by:  # a pending command of a user takes precedence over a finding
         action = replace(action, by=state.node_commands.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
-    extras = extra_rollouts(state)
-    here = [replica for replica in state.workers if replica.node == node.name and replica.is_current]
+    here = [one for one in state.replicas.values() if one.node == node.name and one.is_current]
+    spare = are_extras(state, (one for one in here if not is_support(one.id)))
     node = replace(
         node,
         excluded=why,
@@ -342,7 +342,7 @@ def on_exclude(state: State, at: float, action: Exclude) -> State:
         exclusions=node.exclusions + 1,
         cause=action.cause,
         proved=action.proof,
-        lost_spare=all(replica in extras for replica in here) and not action.by,
+        lost_spare=spare and not action.by,
         drain_requested_by=action.by,
         drain_error="",
         release_result=None,

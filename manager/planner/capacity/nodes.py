@@ -16,7 +16,7 @@ from ....cluster.base import NodeState
 from ....core.run_spec import RoleSpec
 from ....core.types import NodeName, ReplicaId, gang_of, is_support, natural_sort_key
 from ...model.actions import Shrink
-from ...model.queries import extra_rollouts, failed_first_starts, gang, place_of
+from ...model.queries import extra_rollouts, failed_first_starts, place_of
 from ...model.reduce_nodes import DRAIN
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, elastic_stops, rotate_at
@@ -203,6 +203,26 @@ class NodeInventory:
         return {node for node in nodes if all(one.id in self.extras for one in self.occupied.get(node, ()))}
 
     @cached_property
+    def _standbys_wait_beside_rollouts(self) -> bool:
+        """Return whether a standby process is ready on the node of a rollout."""
+        beside = (one for node in self._ready_standbys for one in self.occupied.get(node, ()))
+        return any(self._state.job.traits_of(one.id).may_be_displaced for one in beside)
+
+    @cached_property
+    def _nodes_of_extras(self) -> list[tuple[NodeName, dict[ReplicaId, int]]]:
+        """Return the nodes of :attr:`extra_nodes`, the last extra's first, and how many extras may leave at once."""
+        may_leave = dict.fromkeys(self.extras, len(self.extras))
+        places = (place_of(extra) for extra in reversed(self.extras.values()))
+        return [(node, may_leave) for node in places if node is not None and node in self.extra_nodes]
+
+    @cached_property
+    def _nodes_of_others(self) -> list[tuple[NodeName, dict[ReplicaId, int]]]:
+        """Return the nodes of all rollouts that could be displaced, the last first, and how many may be at once."""
+        may_leave = displaceable(self._state)
+        places = (self._state.replica(id).node for id in reversed(may_leave))
+        return [(node, may_leave) for node in places if node is not None]
+
+    @cached_property
     def _occupancy(self) -> Occupancy:
         """Return the replicas that occupy each node in this plan.
 
@@ -361,7 +381,8 @@ class NodeInventory:
             return spare.node, ()
         if not self._ready_standbys or not self._state.job.role(member.role).warm:
             return None
-        taken = self.nodes_of_rollouts(member, occupancy, others="train" in self._state.job.tags.rollout)
+        others = "train" in self._state.job.tags.rollout
+        taken = self.nodes_of_rollouts(member, occupancy, others, self._ready_standbys)
         return next((pair for pair in taken if self._has_free_standby(member, pair[0], occupancy)), None)
 
     def _spare_with_standby(self, member: Replica, occupancy: Occupancy) -> CandidateNode | None:
@@ -384,23 +405,17 @@ class NodeInventory:
         return None
 
     def nodes_of_rollouts(
-        self, member: Replica, occupancy: Occupancy, others: bool
+        self, member: Replica, occupancy: Occupancy, others: bool, among: Container[NodeName] | None = None
     ) -> Iterator[tuple[NodeName, Sequence[Replica]]]:
         """Yield the nodes that could host this member if rollouts left them, each with these rollouts.
 
         Nodes on which nothing but extras works come first, then, with ``others``, the other nodes of rollouts; both
-        begin with the last rollout of the job.
+        begin with the last rollout of the job. Only nodes ``among`` the given ones are considered, if there are any.
         """
         role = self._state.job.role(member.role)
-        extras = dict.fromkeys(self.extras, len(self.extras))
-        nodes = [(place_of(self.extras[id]), extras) for id in reversed(extras)]
-        nodes = [(node, may_leave) for node, may_leave in nodes if node in self.extra_nodes]
-        if others:
-            rollouts = displaceable(self._state, occupancy)
-            nodes += [(self._state.replica(id).node, rollouts) for id in reversed(rollouts)]
         tried = set(self._nodes_that_failed(member)) | {member.node}
-        for node, may_leave in nodes:
-            if node is None or node in tried or not self.can_host(role, node):
+        for node, may_leave in chain(self._nodes_of_extras, self._nodes_of_others if others else ()):
+            if node in tried or (among is not None and node not in among) or not self.can_host(role, node):
                 continue
             tried.add(node)
             leaving = self._who_leaves(member, node, occupancy, may_leave)
@@ -422,29 +437,29 @@ class NodeInventory:
                 return leaving
         return ()
 
-    def rollouts_to_displace(self, member: Replica) -> Sequence[Replica]:
-        """Return the rollouts that leave their node so that a standby process can be promoted to this member.
+    def rollouts_to_displace(self, members: Sequence[Replica]) -> Iterator[tuple[Replica, Sequence[Replica]]]:
+        """Yield the members of a gang for which rollouts leave a node, so that a standby process can be promoted there.
 
-        If the member's preferred node has a standby process for the member, these are the rollouts that still occupy
-        this node. Otherwise they are those of :meth:`node_to_take`, for example after a gang has lost two nodes at the
-        same time. The result is empty if the member needs none, because it can be launched on its preferred node or on
-        a node with a free standby process.
+        If a member's preferred node has a standby process for it, these are the rollouts that still occupy this node.
+        Otherwise they are those of :meth:`node_to_take`, for example after a gang has lost two nodes at the same time.
+        A member needs none if it can be launched on its preferred node or on a node with a free standby process.
         """
-        role = self._state.job.role(member.role)
-        if not role.warm or not self._ready_standbys:
-            return ()
+        role = self._state.job.role(members[0].role)
+        wanted = [member for member in members if member.status is Status.WANTED]
+        if not role.warm or not wanted or not self._standbys_wait_beside_rollouts:
+            return
         occupancy = {node: list(occupants) for node, occupants in self._occupancy.items()}
-        for other in gang(self._state, member.id):
-            if other.status is not Status.WANTED:
-                continue
-            if other.id == member.id:
-                return self._displaced_by(other, role, occupancy)
-            if (target := self.choose_node(other, occupancy)) is not None:
-                occupy(occupancy, target.node, other)
-        return ()
+        for member in wanted:
+            target = self.choose_node(member, occupancy)
+            if leaving := self._displaced_by(member, role, target, occupancy):
+                yield member, leaving
+            if target is not None:
+                occupy(occupancy, target.node, member)
 
-    def _displaced_by(self, member: Replica, role: RoleSpec, occupancy: Occupancy) -> Sequence[Replica]:
-        """Return the rollouts that leave their node for this member.
+    def _displaced_by(
+        self, member: Replica, role: RoleSpec, target: CandidateNode | None, occupancy: Occupancy
+    ) -> Sequence[Replica]:
+        """Return the rollouts that leave their node for this member, which could be launched on ``target`` otherwise.
 
         ``occupancy`` includes the members of the gang that have lower ranks than this member.
         """
@@ -454,7 +469,6 @@ class NodeInventory:
             movable = {one.id for one in here if one.is_current or one.id in self.extras}
             fits = self._fits(member, node, occupancy, wait_for_release=True)
             return () if fits else self._who_leaves(member, node, occupancy, movable)
-        target = self.choose_node(member, occupancy)
         if target is not None and (target.node == node or self._has_free_standby(member, target.node, occupancy)):
             return ()
         taken = self.node_to_take(member, occupancy)

@@ -80,7 +80,7 @@ def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId | None, no
     return gang_of(orphan.incarnation.replica) == gang_id or (of_a_role and orphan.node in nodes)
 
 
-def displaceable(state: State, occupancy: Occupancy) -> dict[ReplicaId, int]:
+def displaceable(state: State) -> dict[ReplicaId, int]:
     """Return the working rollouts that could be displaced, each with how many of its role could be at the same time.
 
     These are all working rollouts of each role that has more working rollouts than its minimum.
@@ -90,10 +90,7 @@ def displaceable(state: State, occupancy: Occupancy) -> dict[ReplicaId, int]:
         at_work = [
             rollout
             for rollout in state.workers
-            if rollout.role == role.name
-            and rollout.status is Status.JOINED
-            and rollout.node is not None
-            and rollout in occupancy.get(rollout.node, ())
+            if rollout.role == role.name and rollout.status is Status.JOINED and rollout.node is not None
         ]
         if (most := len(at_work) - max(1, role.min_replicas)) > 0:
             found |= {rollout.id: most for rollout in at_work}

@@ -135,8 +135,8 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
     evidence: list[str] = []
     roles = {role.name for role in state.job.roles if role.warm}
     gangs = (members for members in inventory.gangs if members[0].role in roles)
-    for member in (member for members in gangs for member in members if member.status is Status.WANTED):
-        for rollout in inventory.rollouts_to_displace(member):
+    for member, leaving in (pair for members in gangs for pair in inventory.rollouts_to_displace(members)):
+        for rollout in leaving:
             if rollout.id in stop or rollout.id in fences:
                 continue
             node = place_of(rollout)

@@ -6,8 +6,20 @@ import msgspec
 import pytest
 
 from rrl.config.job.resolve import pool_nodes
-from rrl.core.run_spec import NodeGroup, Recovery, RunSpec, TagsSpec
-from rrl.core.types import Cause, Incarnation, NodeName, Outcome, ReplicaId, gang_of, replica_id
+from rrl.core.run_spec import HealthSpec, NodeGroup, Recovery, RunSpec, TagsSpec
+from rrl.core.types import (
+    Cause,
+    Evidence,
+    Finding,
+    Incarnation,
+    NodeName,
+    Outcome,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    gang_of,
+    replica_id,
+)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch, Request, Resize, Rung, StopStep, Why
 from rrl.manager.model.reducer import fold
@@ -387,3 +399,15 @@ def test_lost_nodes_of_trainer_and_rollout_at_once_take_an_extras_node_each() ->
     assert len(rollouts(world)) == 2
     assert len(requests(world)) == 1
     assert [fence.rung for fence in world.decided(Fence) if fence.incarnation.replica == TRAINER] == [Rung.STANDBY]
+
+
+def test_node_of_a_straggling_rollout_is_excluded_if_an_extra_takes_its_place() -> None:
+    health = HealthSpec(stragglers="exclude")
+    world = World(msgspec.structs.replace(small(), health=health)).steady().warmed()
+    slow = Incarnation(R0, 1)
+    evidence = (Evidence("manager", "3 times slower than the others", world.now),)
+    finding = Finding("straggler", Verdict.WARN, Cause.NODE, Remedy.EXCLUDE, world.now, evidence, slow)
+    world.happen(ev.FindingChanged(finding))
+    world.wait(30.0).steady()
+    assert world.state.nodes[N3].excluded is not None
+    assert rollouts(world) == {R1: N4, R2: N5}
