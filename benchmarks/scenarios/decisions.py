@@ -41,7 +41,7 @@ def decided_about(failure: Finding) -> list[Explanation]:
 
     Asserts that every decision of the run is explained, and that a failure that needs a decision has one.
     """
-    world = World(gang_job(2, 1, standbys=1, spares=2), nodes=20).steady().warmed()
+    world = World(gang_job(2, 1, donors=True, spares=2), nodes=20).steady().warmed()
     placed = _placed(world, failure)
     before = len(world.events)
     world.happen(ev.FindingChanged(placed))

@@ -39,10 +39,10 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
     A gang of :func:`waits_for_release` waits for its own earlier incarnations on all nodes that may still work, and for
     other roles' steps on its new nodes. Any other replica waits only for rollouts that have left its node to it.
     """
-    role = state.job.role(members[0].role)
-    gang_id, nodes = gang_of(members[0].id), set(nodes_of_gang)
-    if not waits_for_release(role):
-        gang_id, nodes = None, nodes if not role.traits.may_be_displaced else set()
+    role, nodes = state.job.role(members[0].role), set(nodes_of_gang)
+    gang_id = gang_of(members[0].id) if waits_for_release(role) else None
+    if gang_id is None and role.traits.may_be_displaced:
+        return 0.0
     patience = RELEASE_GRACES * state.job.limits.step_grace
     return max(
         (

@@ -112,9 +112,19 @@ def _straggler_to_exclude(state: State, inventory: NodeInventory) -> Iterator[tu
         if incarnation is None or finding.remedy is not Remedy.EXCLUDE or is_support(incarnation.replica):
             continue
         replica = state.replica(incarnation.replica)
-        if state.is_current(incarnation) and replica.node is not None and inventory.can_place(replica):
+        if state.is_current(incarnation) and replica.node is not None and _has_spare(state, inventory, replica):
             yield replica.node, finding
             return
+
+
+def _has_spare(state: State, inventory: NodeInventory, replica: Replica) -> bool:
+    """Return whether the replica can move to another node; an extra elsewhere can take the place of a rollout."""
+    if inventory.can_place(replica):
+        return True
+    displaced = state.job.traits_of(replica.id).may_be_displaced
+    return displaced and any(
+        extra.role == replica.role and extra.id != replica.id for extra in inventory.extras.values()
+    )
 
 
 def _is_working(state: State, replica: Replica) -> bool:

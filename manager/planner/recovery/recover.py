@@ -152,7 +152,9 @@ def _vacate_for_promotion(state: State, inventory: NodeInventory, now: float) ->
             fences[rollout.id] = Fence(rollout.incarnation, Rung.STANDBY, why, charged=False)
     if not stop:
         return list(fences.values())
-    why = Why(tuple(dict.fromkeys(evidence)), expects=f"{len(inventory.extras) - len(stop)} rollouts are left on spares")
+    why = Why(
+        tuple(dict.fromkeys(evidence)), expects=f"{len(inventory.extras) - len(stop)} rollouts are left on spares"
+    )
     return [Resize(role_of(stop[0]), (), tuple(stop), why), *fences.values()]
 
 

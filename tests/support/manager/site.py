@@ -50,6 +50,7 @@ from rrl.core.types import (
 from rrl.manager import runtime
 from rrl.manager.execute import executor
 from rrl.manager.model.events import Stamped
+from rrl.manager.model.reduce_commands import members_of
 from rrl.manager.model.state import State
 from rrl.manager.storage import lease, resume_request
 from rrl.manager.storage.journal import Follower, Journal
@@ -295,7 +296,7 @@ class Site:
         return working
 
     def all_work(self) -> bool:
-        return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
+        return set(members_of(self.job)) <= self.working().keys()
 
     def commit(self) -> None:
         self.committed += 1

@@ -91,16 +91,9 @@ def test_check_shows_the_ranks_and_nodes_of_a_gang_and_its_number_of_standbys(
     shown = capsys.readouterr().out
     assert "trainer       1 x 3 ranks, 2 on a node, each (1 cpus, 0 gpus, 1024 MiB, 2 nodes of their own)" in shown
     assert (
-        "warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes, after the"
+        "warm standby  at most 7: beside the trainer, on 1 of the spares, on 1 of the rollouts' nodes, after the"
         " first commit"
     ) in shown
-
-
-def test_check_shows_the_number_of_spares_with_a_warm_rollout(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
-    assert main.run(["check", "--no-task", str(site.job)]) == 0
-    shown = capsys.readouterr().out
-    assert "warm rollout  at most 1: on 1 of the spares, with a running engine, after the first commit" in shown
 
 
 def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

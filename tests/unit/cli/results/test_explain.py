@@ -164,7 +164,7 @@ def agent() -> World:
 RUNGS: dict[str, tuple[Callable[[], World], type[Fence | RestartAll | Finish], Rung]] = {
     "promotion_in_place": (promotion_in_place, Fence, Rung.IN_PLACE),
     "restart_in_place": (restart_in_place, Fence, Rung.IN_PLACE),
-    "promotion_on_a_spare": (promotion_on_a_spare, Fence, Rung.SPARE),
+    "promotion_on_a_spare": (promotion_on_a_spare, Fence, Rung.STANDBY),
     "donor_rollout": (donor_rollout, Fence, Rung.STANDBY),
     "spare_node": (spare_node, Fence, Rung.SPARE),
     "node_not_at_fault": (node_not_at_fault, Fence, Rung.IN_PLACE),

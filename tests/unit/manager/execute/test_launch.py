@@ -289,5 +289,5 @@ def test_outdated_parts_of_a_standby_are_named_without_their_values(
     monkeypatch.setenv("WANDB_API_KEY", "new secret")
     save_passed_env(run, spec)
     assert outdated_parts(run, state, promotion, "/elsewhere") == ("PATH", "RRL_JOB_DIR", "TZ", "WANDB_API_KEY", "cwd")
-    other = msgspec.structs.replace(state, job=run_spec_with("direct", env=EnvSpec(("false",))))
+    other = msgspec.structs.replace(state, job=msgspec.structs.replace(state.job, env=EnvSpec(("false",))))
     assert outdated_parts(run, other, promotion, "/job")[-1] == "setup"

@@ -15,7 +15,7 @@ from rrl.manager.model.state import Status
 from rrl.manager.planner import plan
 from rrl.manager.planner.capacity.nodes import NodeInventory
 from rrl.tests.support.manager.jobs import NODE, REWARD, STORE, TRAINER, gang_job
-from rrl.tests.support.manager.world import World, assert_nothing_is_left, charged, fences, lost, requests, rungs
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, charged, fences, lost, requests
 
 R0, R1, R2, R3, R4 = (replica_id("rollout", i) for i in range(5))
 N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
