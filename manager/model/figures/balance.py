@@ -59,10 +59,11 @@ def with_sample(samples: tuple[Sample, ...], job: RunSpec, step: int, times: Idl
     point = now.get(trainer.name, nowhere)
     worked = point.ns.get("", 0)
     rollouts = {role.name: now.get(role.name, nowhere) for role in job.kind("rollout")}
+    generated = sum(point.done for point in rollouts.values())  # a user's trainer may not count its tokens
     sample = Sample(
         step,
         times.now.at,
-        times.trained_tokens,
+        times.trained_tokens or generated,
         worked / _NS_PER_S / trainer.ranks,
         (point.total_ns - worked) / _NS_PER_S / trainer.ranks,
         {pool: (point.ns.get("", 0) / _NS_PER_S, point.done) for pool, point in rollouts.items()},

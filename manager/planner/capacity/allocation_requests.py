@@ -19,6 +19,8 @@ from .nodes import NodeInventory
 
 MAX_REJECTIONS = 3
 """Number of failed requests (rejected or undelivered) within the recovery window after which none is repeated."""
+REQUEST_BACKOFF_S = 10.0
+"""Seconds before nodes are requested again after a rejection; doubles with each further rejection."""
 
 
 def holds_nothing(state: State) -> bool:
@@ -117,6 +119,19 @@ def exhausted_at(state: State, recent: list[RejectedRequest]) -> float:
     if recent and (since := recent[-1].unanswered_since) is not None:
         return since + state.job.limits.allocation
     return 0.0 if len(recent) >= MAX_REJECTIONS else NEVER
+
+
+def retry_at(recent: list[RejectedRequest]) -> float:
+    """Return the manager's time (s) at which nodes are requested again after these recent rejections, if at all."""
+    return recent[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent) - 1) if recent else 0.0
+
+
+def is_rejected(state: State, recent: list[RejectedRequest], now: float) -> bool:
+    """Return whether the elastic pool makes no further request within the recovery window of these rejections.
+
+    The cluster answered one of them, or too many were not delivered.
+    """
+    return any(not rejected.undelivered for rejected in recent) or now >= exhausted_at(state, recent)
 
 
 def requests_due_again(state: State, now: float) -> tuple[list[Action], float]:

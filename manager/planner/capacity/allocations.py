@@ -20,18 +20,17 @@ from .allocation_requests import (
     exhausted_at,
     first_request,
     holds_nothing,
+    is_rejected,
     new_requests,
     rejections,
     requests_due_again,
+    retry_at,
     unsatisfiable,
 )
 from .node_fitness import HARDWARE_CAUSES, MAX_NAMED_NODES
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
 from .rotation import redundant_allocations
-
-REQUEST_BACKOFF_S = 10.0
-"""Seconds before nodes are requested again after a rejection; doubles with each further rejection."""
 
 
 def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: float) -> tuple[list[Action], float]:
@@ -52,8 +51,8 @@ def supply(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
     for node_group in state.job.node_groups:
         if node_group.dedicated and not begun:
             continue  # a further pool would wait for the run's own nodes
-        more, retry_at = _replacements(state, inventory, assigned, node_group, now)
-        actions, wake = [*actions, *more], min(wake, retry_at)
+        more, again_at = _replacements(state, inventory, assigned, node_group, now)
+        actions, wake = [*actions, *more], min(wake, again_at)
     return actions, wake
 
 
@@ -160,10 +159,11 @@ def _replacements(
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
     if _is_elastic(state, node_group):
-        allowed = 0 if recent_rejections else affordable(state, state.job.role(node_group.name), now)[0]
+        over = is_rejected(state, recent_rejections, now)
+        allowed = 0 if over else affordable(state, state.job.role(node_group.name), now)[0]
         if surplus := _surplus(state, assigned, node_group, missing - allowed):
-            why = recent_rejections[-1].detail if recent_rejections else "its budget of node hours is used up"
-            return [Resize(node_group.name, (), surplus, Why((why,), expects="the others continue its work"))], now
+            reason = recent_rejections[-1].detail if over else "its budget of node hours is used up"
+            return [Resize(node_group.name, (), surplus, Why((reason,), expects="the others continue its work"))], now
         if (missing := min(missing, allowed)) <= 0:
             return [], recent_rejections[-1].at + window if recent_rejections else NEVER
     if now >= (give_up_at := exhausted_at(state, recent_rejections)):
@@ -171,9 +171,9 @@ def _replacements(
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
         return consequences, recent_rejections[-MAX_REJECTIONS:][0].at + window
     if recent_rejections:
-        retry_at = recent_rejections[-1].at + REQUEST_BACKOFF_S * 2 ** (len(recent_rejections) - 1)
-        if now < retry_at:
-            return [], min(retry_at, give_up_at)
+        again_at = retry_at(recent_rejections)
+        if now < again_at:
+            return [], min(again_at, give_up_at)
     names = ", ".join(replica.id for replica in lacking)
     only_moves = all(replica in assigned.unmovable for replica in lacking)
     text = f"the allocation of {names} ends" if only_moves else f"no free node for {names}"

@@ -18,7 +18,7 @@ from ...model.pools import affordable, elastic_role, pool_state
 from ...model.queries import all_joined
 from ...model.state import Replica, State, Status
 from ..deadlines import NEVER, shutdown_at
-from .allocation_requests import rejections
+from .allocation_requests import is_rejected, rejections, retry_at
 from .nodes import NodeInventory
 from .placement import Assignment
 
@@ -58,11 +58,11 @@ def resize(state: State, inventory: NodeInventory, assigned: Assignment, now: fl
     if wanted < len(gangs):
         stop = sorted(gangs, key=lambda gang: _stop_order(state, gang))[: len(gangs) - wanted]
         return [_resize(role, gangs, (), tuple(gang[0].id for gang in stop), evidence)], wake
-    refused = rejections(state, state.job.node_group_of(role.name), now)
+    recent = rejections(state, state.job.node_group_of(role.name), now)
+    again_at = recent[-1].at + state.job.recovery.window if is_rejected(state, recent, now) else retry_at(recent)
     failing = any(member.status is Status.RETIRED for gang in gangs for member in gang)
-    if wanted == len(gangs) or refused or failing or late or (others and state.step <= pool.resized_step):
-        until = refused[-1].at + state.job.recovery.window if refused else NEVER
-        return [], min(wake, until)
+    if wanted == len(gangs) or again_at > now or failing or late or (others and state.step <= pool.resized_step):
+        return [], min(wake, again_at if again_at > now else NEVER)
     limit = affordable(state, role, now)[0] // role.nodes
     if _awaits_answer(state, role.name):
         limit = min(limit, 1)

@@ -22,17 +22,25 @@ LONG = 1_000_000
 B0, B1, B2 = (ReplicaId(f"{POOL}/{index}") for index in range(3))
 
 
-def spec(low: int = 0, high: int = 8, *, base: RunSpec | None = None, **pool: float) -> RunSpec:
+def spec(
+    low: int = 0, high: int = 8, *, base: RunSpec | None = None, node_hours: float = 1000.0, walltime: float = 86400.0
+) -> RunSpec:
     base = base or job(steps=LONG, spares=0, walltime=30 * 86400.0)
-    return with_pool(base, low, high, walltime=pool.pop("walltime", 86400.0), **pool)  # type: ignore[arg-type]
+    return with_pool(base, low, high, node_hours=node_hours, walltime=walltime)
 
 
-def grown(low: int = 0, high: int = 8, **pool: float) -> Balanced:
+def grown(low: int = 0, high: int = 8, *, node_hours: float = 1000.0, walltime: float = 86400.0) -> Balanced:
     """Return a world whose pool has grown to the number that its trainer needs: 8 if its bounds allow it."""
-    world = Balanced(spec(low, high, **pool))
+    world = Balanced(spec(low, high, node_hours=node_hours, walltime=walltime))
     world.steady()
     world.train(16)
     assert world.at_work() == world.size() == high
+    return world
+
+
+def with_long_steps(world: Balanced) -> Balanced:
+    """Let each step take ten times as long, so that hours pass in few steps."""
+    world.tokens, world.train_s = 10 * world.tokens, 10 * world.train_s
     return world
 
 
@@ -167,7 +175,7 @@ def test_queued_request_is_given_up_when_it_cannot_pay_back_any_more() -> None:
     world.closed[POOL] = "Priority"
     world.train(7)
     assert (world.size(), world.at_work(), len(world.tags())) == (4, 0, 4)
-    world.train(600, lambda: world.size() == 0)
+    with_long_steps(world).train(600, lambda: world.size() == 0)
     assert world.size() == 0
     assert len(world.tags()) == 4
     assert "too short" in evidence(world)
@@ -204,8 +212,8 @@ def test_nodes_are_given_back_before_the_end_that_the_budget_sets() -> None:
 
 
 def test_successor_of_an_allocation_is_requested_while_the_budget_allows_it() -> None:
-    world = grown(high=2, walltime=2 * HOUR)
-    world.train(int(5 * HOUR / 20))
+    world = with_long_steps(grown(high=2, walltime=2 * HOUR))
+    world.train(int(5 * HOUR / 200))
     assert world.at_work() == 2
     assert len(world.tags()) >= 6
     assert len(world.resizes()) <= 2
@@ -213,13 +221,13 @@ def test_successor_of_an_allocation_is_requested_while_the_budget_allows_it() ->
 
 
 def test_replica_whose_successor_is_queued_keeps_the_place_in_the_queue() -> None:
-    world = grown(high=2, walltime=2 * HOUR)
+    world = with_long_steps(grown(high=2, walltime=2 * HOUR))
     world.closed[POOL] = "Priority"
-    world.train(int(3 * HOUR / 10))
+    world.train(int(3 * HOUR / 200))
     assert (world.size(), world.at_work()) == (2, 0)
     queued = world.tags()[2:]
     assert len(queued) == 2
-    world.train(int(HOUR / 10))
+    world.train(int(HOUR / 200))
     assert world.tags()[2:] == queued
     world.open(POOL)
     world.train(10)
@@ -267,7 +275,8 @@ def test_suspended_replica_is_given_up_after_the_limit_of_silence_and_its_time_i
     before = world.spent()
     silence = world.state.job.limits.silence
     world.wait(silence - 1.0)
-    assert (world.size(), world.spent()) == (8, pytest.approx(before + 7 * (silence - 1.0)))
+    assert world.size() == 8
+    assert world.spent() == pytest.approx(before + 7 * (silence - 1.0))
     world.wait(2.0)
     assert world.decided(Resize)[-1].stop == (B0,)
     assert "suspended" in evidence(world)
@@ -314,9 +323,8 @@ def _rejected(world: Balanced) -> None:
 @pytest.mark.parametrize("trouble", [_never_granted, _held, _hopeless, _refused_for_now, _rejected])
 @pytest.mark.parametrize("low", [0, 2])
 def test_queue_that_gives_nothing_gets_few_requests_and_costs_the_run_nothing(trouble: object, low: int) -> None:
-    world = Balanced(spec(low))
+    world = with_long_steps(Balanced(spec(low)))
     world.steady()
-    world.tokens, world.train_s = 60_000, 100.0
     trouble(world)  # type: ignore[operator]
     for replica in [B0, B1][:low]:
         release(world, AllocationState.RUNNING, replica, reclaimed=True, time_left_s=30.0)
@@ -558,3 +566,34 @@ def test_state_without_an_elastic_pool_collects_no_samples() -> None:
     world.steady()
     world.train(8)
     assert (world.state.balance, world.state.pools, world.resizes()) == ((), {}, [])
+
+
+# ── the manager dies ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _story(die_before: int) -> Balanced:
+    """Let a pool grow, lose a replica, shrink and grow again, under a manager that dies before one of its records."""
+    world = Balanced(spec(high=2, node_hours=50.0))
+    world.die_before = die_before
+    world.steady()
+    world.train(7)
+    if world.at_work():
+        first = next(replica.id for replica in world.state.workers if replica.role == POOL)
+        release(world, AllocationState.RUNNING, first, reclaimed=True, time_left_s=30.0)
+    world.train(4)
+    world.hold(1)
+    world.train(2)
+    world.hold(None)
+    world.train(9)
+    return world
+
+
+def test_manager_may_die_before_any_record_about_the_pool() -> None:
+    alone = _story(0)
+    first = alone.actions.index(alone.decided(Resize)[0])
+    assert alone.at_work() == 2
+    for number in range(first + 1, alone.planned + 1):
+        world = _story(number)
+        assert (world.at_work(), world.size()) == (2, 2), number
+        held = {tag for tag, nodes in world.held.items() if nodes and world.requests[tag].node_group == POOL}
+        assert held == {world.state.replica(ReplicaId(f"{POOL}/{n}")).allocation for n in range(2)}, number
+        assert world.of_others() == alone.of_others(), number
+        assert len(world.resizes()) == len(alone.resizes()), number
