@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.run_dir import RunDir, errors_about
 from ..core.types import UsageError
-from ..manager.reporting.accounting.pools import pool_uses
+from ..manager.reporting.accounting.pool_use import pool_uses
 from ..manager.reporting.accounting.run_report import Account, NoEvents, account
 from ..manager.storage.journal import replay
 from .runs import read_state

@@ -39,14 +39,14 @@ def resize(
         str, typer.Argument(metavar="POOL", show_default=False, autocompletion=pools, help="burst of [rollouts.burst].")
     ],
     replicas: Annotated[
-        str, typer.Argument(metavar="N|auto", show_default=False, help="Number of replicas; auto: the run chooses it.")
+        str, typer.Argument(metavar="N", show_default=False, help="Number of replicas; auto: the run chooses it.")
     ],
     wait: Annotated[bool, typer.Option(help="Wait until the manager has taken the command.")] = True,
 ) -> None:
     """Hold an elastic rollout pool at a number of replicas, between its min and max.
 
-    The run requests and releases nodes until it has this number, as far as the node hours of the pool last. It holds
-    the number until it is resumed, or until the size auto.
+    The run requests and releases nodes until the pool has this number, as far as its node hours last. The pool keeps
+    the number until the run is resumed, or until it is auto again.
 
     \b
     rrl resize quick burst 6

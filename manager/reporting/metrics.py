@@ -24,7 +24,7 @@ from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
 from ..model.pools import extras, pool_figures
 from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
-from .accounting.pools import pool_uses
+from .accounting.pool_use import pool_uses
 from .failure_records import Changes
 from .failure_timeline import FailureTimeline, fences
 
@@ -213,16 +213,19 @@ def _of_pools(state: State, now: float) -> Iterator[Metric]:
     counts: dict[tuple[str, ...], float] = {}
     for name, pool in figures:
         counts |= {(name, "at_work"): pool.at_work, (name, "wanted"): pool.wanted, (name, "queued"): pool.queued_nodes}
-    text = "Replicas of a rollout pool that work or are wanted, and nodes that are requested for its node group."
-    yield _labelled("rrl_pool_replicas", text, ("pool", "what"), counts)
+    yield _labelled(
+        "rrl_pool_replicas",
+        "Replicas of a rollout pool that work or are wanted, and nodes of its node group that are in the queue.",
+        ("pool", "what"),
+        counts,
+    )
     yield _labelled("rrl_extras", "Rollouts that work on spares.", (), {(): float(extras(state))} if uses else {})
     tokens: dict[tuple[str, ...], float] = {(one.pool,): one.tokens for one in uses}
     yield _counted("rrl_pool_tokens", "Tokens that a rollout pool has generated.", ("pool",), tokens)
     hours: dict[tuple[str, ...], float] = {(one.pool,): one.node_hours for one in uses}
     yield _counted("rrl_pool_node_hours", "Node hours that a rollout pool has used.", ("pool",), hours)
     limits: dict[tuple[str, ...], float] = {(one.pool,): one.budget_node_hours for one in uses if one.budget_node_hours}
-    text = "Node hours that an elastic rollout pool may use."
-    yield _labelled("rrl_pool_node_hours_limit", text, ("pool",), limits)
+    yield _labelled("rrl_pool_node_hours_limit", "Node hours that an elastic rollout pool may use.", ("pool",), limits)
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:

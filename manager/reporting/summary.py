@@ -26,7 +26,7 @@ from ..model.reducer import fold
 from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
 from ..storage.model_folders import ModelFolders, model_folders
-from .accounting.pools import PoolUse, pool_uses
+from .accounting.pool_use import PoolUse, pool_uses
 from .failure_records import Failure
 from .failure_timeline import FailureTimeline
 

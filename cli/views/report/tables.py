@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ....core.text import span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
-from ....manager.reporting.accounting.pools import PoolUse
+from ....manager.reporting.accounting.pool_use import PoolUse
 from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
 from ..formatting import plain_table, stage
 

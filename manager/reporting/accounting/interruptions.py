@@ -120,8 +120,8 @@ class Interruptions:
         if self._finished is not None:
             return []
         for id in event.action.stop if isinstance(event.action, Resize) else ():  # the run no longer has the replica
-            if (interruption := self.open.pop(id, None)) is not None:
-                interruption.ended_at = at
+            if id in self.open:
+                self.open.pop(id).ended_at = at
         about = event.action.failed if isinstance(event.action, RestartAll) else None
         begun = (self._on_fence(fence, about, at) for fence in fences(event))
         return [interruption for interruption in begun if interruption is not None]

@@ -20,7 +20,7 @@ from .gpu_time import GpuHours, ReservedTime, gpu_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
 from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import lost_time
-from .pools import PoolUse
+from .pool_use import PoolUse
 
 MAX_DECISIONS = 1000
 """Maximum number of decisions in a report. If there are more, the newest decisions are left out, and the report

@@ -117,8 +117,8 @@ class Story:
 
     def resizes(self, pool: str, start: Sequence[int] = (), stop: Sequence[int] = (), why: str = "load") -> Story:
         """Add the decision to start and to stop the replicas of a pool with these indices."""
-        ids = [tuple(ReplicaId(f"{pool}/{index}") for index in indices) for indices in (start, stop)]
-        return self.record(ev.Decided(Resize(pool, *ids, Why((why,), expects="the replicas join"))))
+        started, stopped = (tuple(ReplicaId(f"{pool}/{index}") for index in indices) for indices in (start, stop))
+        return self.record(ev.Decided(Resize(pool, started, stopped, Why((why,), expects="the replicas join"))))
 
     def requests_for(self, pool: str, index: int) -> str:
         """Add the request for a node of a further pool, which waits in the queue; return its tag."""

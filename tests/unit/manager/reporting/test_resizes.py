@@ -20,7 +20,7 @@ from rrl.manager.model.actions import Release, Resize, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.notifications.conditions import conditions
-from rrl.manager.reporting.accounting.pools import pool_uses
+from rrl.manager.reporting.accounting.pool_use import pool_uses
 from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.reporting.decisions.expectations import Arrival
 from rrl.manager.reporting.decisions.explanations import Explanation, explain, subject_of, words_of
@@ -73,7 +73,8 @@ def test_removal_of_a_failed_replica_ends_its_outage_and_its_interruption() -> N
     story = grown()
     story.loses("burst/0")
     story.fences("burst/0").wait(30).resizes("burst", stop=(0,)).wait(600)
-    timeline, state = FailureTimeline(), None
+    timeline = FailureTimeline()
+    state: State | None = None
     history = HistoryEvents("small", "anna", "lab", "small", 1, 0.0, None, timeline)
     records = []
     for stamped in story.stamped:
