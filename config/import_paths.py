@@ -41,8 +41,8 @@ class EngineRow(Struct, frozen=True):
     prepare: str
     """Import path of its code."""
     check: Callable[[Mapping[str, Any], int], tuple[tuple[str, ...], str] | None]
-    """Returns a mistake in the arguments (``vllm``) and ``gpus`` of ``[roles.rollout]``: a key below that table, and a
-    text; None if there is none."""
+    """Returns a mistake in the arguments (``vllm``) and ``gpus`` of a rollout pool: a key below its table, and a text;
+    None if there is none."""
     builds_model: bool = False
     """Whether it computes with the model that rrl builds. If not, rrl may be unable to build [model] path."""
     package: str = ""

@@ -1,4 +1,4 @@
-"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``[roles.rollout] vllm``.
+"""Define which arguments of vLLM's engine (EngineArgs) a job may set in ``vllm`` of a rollout pool.
 
 rrl refuses arguments that it sets itself, and arguments with which a rollout would record other tokens or
 log-probabilities than it sampled. The list was made from the source of vLLM 0.32, and partly tried (docs/sources.md,
@@ -95,7 +95,7 @@ def check(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str
         gpus: Number of GPUs of each rollout.
 
     Returns:
-        Key below ``[roles.rollout]`` and text of the first mistake; None if there is none.
+        Key below the table of the rollouts and text of the first mistake; None if there is none.
     """
     at = "vllm"
     for name in arguments:
@@ -107,7 +107,7 @@ def check(arguments: Mapping[str, Any], gpus: int) -> tuple[tuple[str, ...], str
     if gpus and degree != gpus:
         return (
             (at, _TENSOR_PARALLEL_SIZE) if _TENSOR_PARALLEL_SIZE in arguments else ("gpus",),
-            f"vLLM would compute on {degree} of the GPUs of each replica, but [roles.rollout] gpus = {gpus};"
+            f"vLLM would compute on {degree} of the GPUs of each replica, but gpus = {gpus};"
             f" make {_TENSOR_PARALLEL_SIZE} and gpus the same number",
         )
     return None

@@ -319,6 +319,8 @@ def _invalid_target(
     if slash:
         text = _invalid_replica(target, replicas[role], ranks.get(role, 1))
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, text) if text else None
+    if target in replicas and not replicas[target]:
+        return InvalidFault(FaultProblem.NO_SUCH_TARGET, f"role {target} has no replicas")
     if target and target not in replicas and traits.target_kind is not TargetKind.NODE:
         known = f'there are {", ".join(replicas)}; a replica is written "rollout/0"'
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{target}"; {known}')
@@ -332,6 +334,8 @@ def _invalid_replica(target: str, replicas: int, ranks: int) -> str:
     """
     role, _, index = target.partition("/")
     index, dot, rank = index.partition(".")
+    if not replicas:
+        return f"role {role} has no replicas"
     if not (index.isdigit() and int(index) < replicas):
         return f'no replica "{target}"; role {role} has {replicas}, the last is "{role}/{replicas - 1}"'
     if dot and not (rank.isdigit() and 0 < int(rank) < ranks):

@@ -131,6 +131,12 @@ class RoleSpec(Struct, frozen=True):
         return self.max_replicas is not None
 
     @property
+    def table(self) -> str:
+        """Return the name of the role's table in job.toml."""
+        table = "commands" if self.kind == "command" else "roles" if self.name == self.kind else "rollouts"
+        return f"{table}.{self.name}"
+
+    @property
     def awaited_as(self) -> str:
         """Return the name by which a phase names this role if it waits for it: the kind or, of a command, the name."""
         return self.name if self.kind == "command" else self.kind

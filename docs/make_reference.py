@@ -174,6 +174,8 @@ def _named(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(_named(one, metadata) for one in arguments if one is not type(None))
     if origin is Literal:
         return ", ".join(f"`{_quoted(one)}`" for one in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"`{{ {', '.join(annotation.model_fields)} }}`"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return ", ".join(f"`{_quoted(one.value)}`" for one in annotation)
     if origin is tuple:

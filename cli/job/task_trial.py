@@ -144,10 +144,9 @@ class _Trial:
         return TaskTrial(None, samples, tuple(self._warnings))
 
     def _try(self) -> tuple[Sample, ...]:
-        self._import("trainer", "roles", "loss", self._job.trainer.loss, LOSS_ARGUMENTS)
+        self._import("trainer", "loss", self._job.trainer.loss, LOSS_ARGUMENTS)
         for name, settings in self._job.rollouts.items():
-            table = "roles" if name == "rollout" else "rollouts"
-            self._import(name, table, "engine", settings.engine, ENGINE_ARGUMENTS)
+            self._import(name, "engine", settings.engine, ENGINE_ARGUMENTS)
         if (agents := self._job.agents) is not None or self._job.endpoint is not None:
             return self._try_agent(agents.function if agents is not None else None)
         tokenizer = self._opened(open_tokenizer)
@@ -161,13 +160,14 @@ class _Trial:
             self._try_evaluation(tokenizer)
         return samples
 
-    def _import(self, role: str, table: str, key: str, name: str, arguments: Sequence[str]) -> None:
+    def _import(self, role: str, key: str, name: str, arguments: Sequence[str]) -> None:
         """Import the code of the user that a key of a built-in role names, if it names any."""
         if ":" not in name or not self._job.role(role).built_in:
             return
-        source, self._source, self._doing = self._source, (table, role, key), f"importing {name}"
+        table = self._job.role(role).table
+        source, self._source, self._doing = self._source, (*table.split("."), key), f"importing {name}"
         with self._reports("importing it"):
-            import_row(name, {}, self._folder, key, f"{table}.{role}", arguments)
+            import_row(name, {}, self._folder, key, table, arguments)
         self._source = source
 
     def _try_evaluation(self, tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from ...core import run_spec
 from ...core.units import DURATION_PATTERN, SIZE_PATTERN, duration_text, size_text
 from .base import DURATION, SIZE
+from .roles import RolloutPool
 from .schema import HealthTable, Job, LimitsTable, RecoveryTable
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -41,6 +42,8 @@ def json_schema() -> dict[str, Any]:
         shown["description"] = plain(inspect.cleandoc(table.__doc__ or ""))
         for name, field in table.model_fields.items():
             shown["properties"][name] = _property(shown["properties"][name], field, description_of(table, name))
+            if table is RolloutPool and name not in RolloutPool.__annotations__:  # its default is in [roles.rollout]
+                shown["properties"][name].pop("default", None)
     return {"$schema": _DRAFT, **_without_titles(root), "definitions": _without_titles(definitions)}
 
 

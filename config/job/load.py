@@ -47,7 +47,7 @@ _REPLACED_KEYS: dict[tuple[str, ...], str] = {
     ("roles", "rollout", "warm"): 'spare = ["rollout", "train"] in [tags]: spare nodes then generate',
     ("roles", "trainer", "standbys"): 'rollout = ["train"] in [tags], or [] for none',
     ("roles", "trainer", "donor_rollouts"): 'rollout = ["train"] in [tags], or [] for none',
-    ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: as many rollouts as the trainer has nodes',
+    ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: the trainer has standbys on as many nodes as its own',
 }
 """What to write instead of keys that are gone."""
 
@@ -158,17 +158,21 @@ def _unsupported_values(value: Any, path: KeyPath) -> Iterator[_Mistake]:
 def _translate_errors(error: ValidationError, data: dict[str, Any]) -> Iterator[_Mistake]:
     """Yield each mistake. Errors of a union's alternatives about the same key are joined."""
     wrong_values: dict[KeyPath, list[ErrorDetails]] = {}
+    places: set[KeyPath] = set()
     for pydantic_error in error.errors(include_url=False):
+        path = _existing(pydantic_error["loc"], data)
         if at := pydantic_error.get("ctx", {}).get("at"):
             yield _Mistake(tuple(at), str(pydantic_error["msg"]))
         elif pydantic_error["type"] == "extra_forbidden":
-            yield _Mistake(pydantic_error["loc"], _unknown(pydantic_error["loc"]))
+            yield _Mistake(path, _unknown(path))
         elif pydantic_error["type"] == "missing":
-            yield _Mistake(pydantic_error["loc"], _missing(pydantic_error["loc"]), missing=True)
+            path = (*path, pydantic_error["loc"][-1])
+            yield _Mistake(path, _missing(path), missing=True)
         else:
-            wrong_values.setdefault(_existing(pydantic_error["loc"], data), []).append(pydantic_error)
+            wrong_values.setdefault(path, []).append(pydantic_error)
+        places.add(path)
     for path, pydantic_errors in wrong_values.items():
-        if any(deeper[: len(path)] == path != deeper for deeper in wrong_values):
+        if any(deeper[: len(path)] == path != deeper for deeper in places):
             continue  # the key is a union: its deepest error is the most specific
         if pydantic_errors[0]["type"] == "value_error":
             yield _Mistake(path, pydantic_errors[0]["msg"].removeprefix("Value error, "))
@@ -287,10 +291,8 @@ def _tables(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, ty
     yield path, model
     for name, field in model.model_fields.items():
         if (inner := _model_in(field.annotation)) is not None:
-            below: KeyPath = () if inner is field.annotation else (0,)
-            if get_origin(field.annotation) is dict:
-                below = ("NAME",)
-            yield from _tables(inner, (*path, name, *below))
+            below: dict[Any, KeyPath] = {dict: ("NAME",), tuple: (0,)}
+            yield from _tables(inner, (*path, name, *below.get(get_origin(field.annotation), ())))
 
 
 def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:

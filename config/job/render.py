@@ -39,6 +39,7 @@ def as_toml(job: Job) -> str:
             "sampling": sampling,
             "model": model,
             "roles": job.roles if job.task is not None else None,
+            "tags": job.tags if job.task is not None else None,
         }
     )
     return "\n".join(_table(filled, ())).strip() + "\n"

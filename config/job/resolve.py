@@ -19,7 +19,7 @@ from ...core.types import Resources
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import FaultsTable
 from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutPool, RolloutRole, TrainerRole
-from .schema import Job, ModelTable, SamplingTable
+from .schema import Job, ModelTable, SamplingTable, TagsTable
 from .site import EnvTable
 
 MAX_RANDOM_FAULTS = 1000
@@ -76,7 +76,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
             name: msgspec.convert(role.model_dump(), run_spec.RolloutSettings)
             for name, role in job.rollout_roles().items()
         },
-        tags=_tags(job),
+        tags=msgspec.convert(job.tags.model_dump(), run_spec.TagsSpec),
         reward=msgspec.convert(job.roles.reward.model_dump(), run_spec.RewardSettings),
         agents=msgspec.convert(job.roles.agents and job.roles.agents.model_dump(), run_spec.AgentsSettings | None),
         endpoint=_endpoint(job.roles.endpoint),
@@ -93,7 +93,9 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         health=msgspec.convert(job.health.model_dump(), run_spec.HealthSpec),
         track=msgspec.convert(job.track.model_dump(), run_spec.TrackSpec),
         notify=tuple(dict.fromkeys(job.notify.on)) if job.notify is not None else (),
-        faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
+        faults=plan_faults(
+            job.faults, {role.name: role.max_replicas or role.replicas for role in roles}, job.cluster.walltime
+        ),
         faults_allowed=job.faults.allow,
     )
 
@@ -119,15 +121,15 @@ def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
     of_trainer = _TRAINED_MODEL if job.model is not None and job.model.path is not None else _BUILT_MODEL
     filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}
-    pools = {name: pool.over(job.roles.rollout) for name, pool in job.rollouts.items()}
-    for name, role in {**job.roles.named(), **pools, **job.commands}.items():
+    for name, role in {**job.roles.named(), **job.every_role()}.items():
         may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink
-        fewest = 0 if isinstance(role, RolloutRole) and pools else 1 if may_shrink else role.fewest
+        fewest = 0 if isinstance(role, RolloutRole) and job.rollouts else 1 if may_shrink else role.fewest
         defaults: dict[str, float] = {"min_replicas": fewest}
         defaults |= of_trainer if isinstance(role, TrainerRole) else {}
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
-    return job.model_copy(update={**filled, "roles": job.roles.model_copy(update=filled["roles"])})
+    roles = job.roles.model_copy(update=filled["roles"])
+    return job.model_copy(update={**filled, "roles": roles, "tags": _tags(job)})
 
 
 def _model(model: ModelTable | None) -> run_spec.ModelSpec:
@@ -159,11 +161,12 @@ def _env(env: EnvTable, python: str) -> EnvSpec:
     return EnvSpec(env.setup, env.modules, env.venv or "", env.conda or "", env.passed, env.probe, python, probe_python)
 
 
-def _tags(job: Job) -> run_spec.TagsSpec:
-    spare = job.tags.spare
-    if spare is None:
-        spare = ("train",) if job.cluster.traits.roles_run_here else ("rollout", "train")
-    return msgspec.convert({"spare": spare, "rollout": job.tags.rollout}, run_spec.TagsSpec)
+def _tags(job: Job) -> TagsTable:
+    """Return the tags with their default: spares generate where each is a machine of its own."""
+    if job.tags.spare is not None:
+        return job.tags
+    generate = job.cluster.form == POOL and not job.cluster.traits.roles_run_here
+    return job.tags.model_copy(update={"spare": ("rollout", "train") if generate else ("train",)})
 
 
 def _roles(job: Job, python: str) -> tuple[RoleSpec, ...]:
@@ -219,14 +222,15 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
     cluster, common = job.cluster, sbatch(job.slurm)
     job_walltime = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
-    further = []
-    for role in (role for role in roles if role.name in job.rollouts):
-        pool = job.rollouts[role.name].over(job.roles.rollout)
-        options, walltime = sbatch({"exclusive": True, **job.slurm, **pool.slurm}), pool.walltime or job_walltime
-        nodes = role.replicas * role.nodes
-        further.append(
-            NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, True, dedicated=True)
-        )
+    tables = job.every_role()
+
+    def own_group(role: RoleSpec, separate: bool, min_nodes: int = 0, dedicated: bool = False) -> NodeGroup:
+        table, nodes = tables[role.name], role.replicas * role.nodes
+        options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # whole nodes, shared with no other job
+        walltime, size = table.walltime or job_walltime, role.members_on_node
+        return NodeGroup(role.name, (role.name,), nodes, size, walltime, options, separate, min_nodes, dedicated)
+
+    further = [own_group(role, True, dedicated=True) for role in roles if role.name in job.rollouts]
     roles = tuple(role for role in roles if role.name not in job.rollouts)
     if cluster.form == POOL:
         nodes = pool_nodes(roles, node) + cluster.spares
@@ -239,14 +243,8 @@ def build_node_groups(job: Job, roles: tuple[RoleSpec, ...]) -> tuple[NodeGroup,
         groups.append(NodeGroup(SHARED, names, nodes, node, job_walltime, common, min_nodes=nodes))
     for role in roles:
         if role.exclusive:
-            table = job.every_role()[role.name]
-            options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # whole nodes, shared with no other job
-            walltime = table.walltime or job_walltime
             min_replicas = role.min_replicas if separate else role.replicas
-            nodes, min_nodes = role.replicas * role.nodes, min_replicas * role.nodes
-            groups.append(
-                NodeGroup(role.name, (role.name,), nodes, role.members_on_node, walltime, options, separate, min_nodes)
-            )
+            groups.append(own_group(role, separate, min_replicas * role.nodes))
     # the largest group first: Slurm tolerates failures of nodes best in a heterogeneous job's first component
     return (*sorted(groups, key=lambda group: -group.nodes), *further)
 

@@ -27,7 +27,7 @@ class Role(Table):
     """Number of replicas; each is monitored, fenced and replaced on its own."""
     min_replicas: Annotated[int, Field(ge=0)] | None = None
     """Number of replicas below which the run cannot continue; default: all for a trainer or a service, 1 for
-    rollouts."""
+    rollouts, 0 for rollouts of several pools, of which one rollout suffices."""
     cpus: Annotated[int, Field(ge=1)] = 1
     """Cores of each rank of a replica."""
     gpus: Annotated[int, Field(ge=0)] = 0
@@ -128,8 +128,8 @@ class TrainerRole(Role):
     """Number of steps that may be trained while a checkpoint is written. After them the trainer waits for the
     checkpoint."""
     warm: bool = True
-    """Keep standby processes (about 400 MB each) on the trainer's nodes and on spares. Each can be promoted to a member
-    of the trainer at once. Only with [recovery] policy = "role"."""
+    """Keep standby processes (about 400 MB each) on the trainer's nodes, and on as many spares and nodes of rollouts as
+    [tags] allows. Each can be promoted to a member of the trainer at once. Only with [recovery] policy = "role"."""
     snapshots: bool = _TRAINER.snapshots
     """After each step, also keep the trainer's state in memory of its own node and of another node, so that a restart
     need not read the disk."""
@@ -167,14 +167,20 @@ class ReplicaRange(Table):
 class RolloutPool(RolloutRole):
     """A further rollout pool: rollouts on nodes of another kind, or as many as pay.
 
-    Keys that are not given are those of [roles.rollout]; the tables slurm, vllm and env merge key by key. The nodes of
-    the pool are jobs of their own, which host nothing else (docs/pools.md).
+    Keys that are not given are those of [roles.rollout]; the tables slurm, vllm and env merge key by key, vllm only if
+    both have the same engine. The nodes of the pool are jobs of their own, which host nothing else (docs/pools.md).
     """
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] | ReplicaRange = 1  # type: ignore[assignment]
-    """Number of replicas, or { min = 0, max = 12 }: the run then grows and shrinks the pool by itself."""
+    """Number of replicas, or { min = 0, max = 12 }: the run then grows and shrinks the pool by itself, within its
+    ``node_hours``. One pool of a run may be elastic."""
+    slurm: SbatchOptions = {}
+    """Options of sbatch for the pool's jobs, in addition to [slurm] and those of [roles.rollout], in every form."""
+    walltime: OptionalTime = None
+    """Time limit of the jobs of an elastic pool, in every form. Short jobs start earlier, where Slurm backfills.
+    Default: the time limit of the run."""
     node_hours: Annotated[float, Field(gt=0)] | None = None
-    """Node hours that an elastic pool may use over the whole run, resumes included."""
+    """Node hours that an elastic pool may use over the whole run, resumes included; required with { min, max }."""
 
     @property
     def fewest(self) -> int:
@@ -193,25 +199,16 @@ class RolloutPool(RolloutRole):
 
     def over(self, base: RolloutRole) -> RolloutPool:
         """Return the pool with the keys that it does not give taken from ``base``, its nodes its own."""
-        given = {key: getattr(self, key) for key in self.model_fields_set}
-        inherited = {key: getattr(base, key) for key in type(base).model_fields if key not in _OWN_OF_A_POOL}
-        merged = {key: {**inherited[key], **given.get(key, {})} for key in _MERGED}
-        return RolloutPool.model_construct(
-            _fields_set=set(RolloutPool.model_fields),
-            **{
-                **{key: field.default for key, field in RolloutPool.model_fields.items()},
-                **inherited,
-                **given,
-                **merged,
-                "exclusive": True,
-            },
-        )
+        taken = RolloutRole.model_fields.keys() - self.model_fields_set - set(_OWN_OF_A_POOL)
+        tables = {key: table for key, table in base if isinstance(table, dict)}
+        merged = {key: {**table, **getattr(self, key)} for key, table in tables.items()}
+        if "engine" in self.model_fields_set and self.engine != base.engine:
+            merged["vllm"] = self.vllm  # the arguments of the other engine would be wrong
+        return self.model_copy(update={key: getattr(base, key) for key in taken} | merged | {"exclusive": True})
 
 
 _OWN_OF_A_POOL = ("replicas", "min_replicas", "exclusive", "walltime")
 """Keys of [roles.rollout] that a further pool does not take over."""
-_MERGED = ("slurm", "vllm", "env")
-"""Tables of a pool that are merged with those of [roles.rollout] key by key."""
 
 
 class TrajectoriesRole(Role):

@@ -12,7 +12,7 @@ import string
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...core import run_spec
 from ...core.faults import MANAGER
@@ -94,8 +94,8 @@ def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
     return roles
 
 
-def _tags_of_rollouts(tags: tuple[str, ...]) -> tuple[str, ...]:
-    if "rollout" in tags:
+def _tags_of_rollouts(tags: Any) -> Any:
+    if isinstance(tags, list) and "rollout" in tags:
         raise ValueError('"rollout" has no effect: every node has the tag of its own role; remove it')
     return tags
 
@@ -258,7 +258,8 @@ class SamplingTable(Table):
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
     """Batches that rollouts may work ahead of the trainer. The trained tokens are then up to about ahead + 2 steps old,
-    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Has no effect if ``staleness`` is
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Rollouts that together lease more
+    than a batch may work ahead as many batches as they lease, at most ``staleness``. Has no effect if ``staleness`` is
     0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Greatest age N, in training steps, of a token that is trained on. Step n starts from the weights of step n - 1; a
@@ -408,13 +409,14 @@ class TagsTable(Table):
     """What nodes may do besides their own work (docs/pools.md)."""
 
     spare: Annotated[tuple[Literal["rollout", "train"], ...], Field(strict=False)] | None = None
-    """Work of spare nodes. "rollout": they generate; "train": the trainer may take them, at once, since they keep its
-    standby processes. Default: both, but only "train" on the local cluster, whose nodes share a machine."""
-    rollout: Annotated[
-        tuple[Literal["train", "rollout"], ...], Field(strict=False), AfterValidator(_tags_of_rollouts)
-    ] = ("train",)
-    """Further work of the nodes of [roles.rollout]. "train": the trainer may take such a node if no spare is left; as
-    many of them as the trainer has nodes keep its standby processes."""
+    """Work of spare nodes. "rollout": they generate until another role needs them; "train": they keep standby processes
+    of the trainer, which takes such a node at once. Default: both, but only "train" on the local cluster, whose nodes
+    share a machine, and in forms without spares."""
+    rollout: Annotated[tuple[Literal["train"], ...], Field(strict=False), BeforeValidator(_tags_of_rollouts)] = (
+        "train",
+    )
+    """Further work of the nodes of [roles.rollout]. "train": they keep standby processes of the trainer, if it has
+    fewer spares than nodes; the trainer takes such a node if no spare is left."""
 
 
 class Job(Table):

@@ -375,7 +375,7 @@ def _form(job: Job) -> None:
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
-        groups = node_groups(job)
+        groups = [group for group in node_groups(job) if not group.dedicated]
         small = [group.name for group in groups if group.nodes == 1]
         if small and len(groups) > 1:
             raise mistake(
@@ -413,18 +413,19 @@ def _pools(job: Job) -> None:
         if "tags" in job.model_fields_set:
             raise mistake(("tags",), "are of rollouts and the trainer, but there is no [task]; remove this table")
         return
-    if not job.roles.rollout.replicas and not any(pool.most for pool in job.rollouts.values()):
-        raise mistake(
-            ("roles", "rollout", "replicas"),
-            "no rollout would generate: write at least 1, or add a pool [rollouts.NAME]",
-        )
     elastic = [name for name, pool in job.rollouts.items() if pool.is_elastic]
+    if not job.roles.rollout.replicas and job.cluster.form == "hetjob":
+        text = 'form = "hetjob" needs a component of rollouts; write at least 1, or form = "replica" in [cluster]'
+        raise mistake(("roles", "rollout", "replicas"), text)
     for name, pool in job.rollouts.items():
         _pool(job, ("rollouts", name), pool)
+    if not job.roles.rollout.replicas and not job.rollouts:
+        text = "no rollout would generate; write at least 1, or add a pool [rollouts.NAME]"
+        raise mistake(("roles", "rollout", "replicas"), text)
     if len(elastic) > 1:
         text = f"a run has one elastic pool, and [rollouts.{elastic[0]}] is elastic; write a number"
         raise mistake(("rollouts", elastic[1], "replicas"), text)
-    if job.tags.spare is not None and "rollout" in job.tags.spare and job.cluster.form != "pool":
+    if "rollout" in (job.tags.spare or ()) and job.cluster.form != "pool":
         text = f'"rollout" has no effect: form = "{job.cluster.form}" has no spare nodes; remove this key'
         raise mistake(("tags", "spare"), text)
 
@@ -437,6 +438,12 @@ def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:
         raise mistake((*at, "replicas"), text)
     if at[1] in job.commands:
         raise mistake(at, f"there is a role [commands.{at[1]}], too; choose another name for the pool")
+    merged = job.every_role()[at[1]]
+    if pool.is_elastic and merged.command is not None and merged.ranks > merged.ranks_per_node:
+        text = (
+            f"a replica of an elastic pool has one node; write ranks_per_node = {merged.ranks}, or a number of replicas"
+        )
+        raise mistake((*at, "ranks"), text)
     if pool.is_elastic and pool.node_hours is None:
         text = "missing; an elastic pool needs a budget: node_hours = ... (node hours over the whole run)"
         raise mistake((*at, "node_hours"), text)
@@ -468,6 +475,8 @@ def _one_gpu(job: Job) -> None:
 def _engine(job: Job) -> None:
     """Reject arguments and a number of GPUs that the engine of the rollouts cannot use."""
     for name, rollout in {"rollout": job.roles.rollout, **job.rollout_roles()}.items():
+        if job.rollouts and not rollout.most:  # its keys are only those of further pools
+            continue
         at = job.table_of(name)
         row = ENGINES.get(rollout.engine) if rollout.command is None else None
         if row is None and rollout.command is None and rollout.vllm:
@@ -507,7 +516,7 @@ def _role(job: Job, name: str, role: Role) -> None:
         raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
     if role.launcher == "pyxis" and not job.cluster.traits.has_pyxis:
         raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct"')
-    if (form == "pool" and not further) or not role.exclusive:
+    if (form == "pool" and not further and role.most) or not role.exclusive:
         _fits_a_node(job, name, role)
 
 
@@ -555,6 +564,8 @@ def _phase(job: Job, name: str, table: PhaseTable) -> None:
             raise mistake(at, "is empty; set `shortest`, `longest` or both")
         if declared.longest == math.inf and table.longest is not None:
             raise mistake((*at, "longest"), "this phase has no time limit; remove this key")
+    if table.waits_for in job.rollouts:
+        raise mistake((*at, "waits_for"), 'a role waits for the rollouts of any pool; write "rollout"')
     if table.waits_for is not None and table.waits_for not in (roles := job.every_role()):
         raise mistake((*at, "waits_for"), f'no role "{table.waits_for}"; there are {", ".join(roles)}')
     if table.waits_for is not None and table.progresses:

@@ -100,7 +100,7 @@ def assigned_device(launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         exit_invalid_config(
-            f"[roles.{launch.role}] gpus = {launch.gpus}, but torch {torch.__version__}, {built}, finds no GPU on"
+            f"{launch.role} has gpus = {launch.gpus}, but torch {torch.__version__}, {built}, finds no GPU on"
             f" {launch.node}: install a torch for its driver, or set gpus = 0"
         )
     return torch.device("cuda", 0)

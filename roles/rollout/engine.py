@@ -1,4 +1,4 @@
-"""The interface of the engines with which a rollout samples, and how ``[roles.rollout] engine`` names one.
+"""The interface of the engines with which a rollout samples, and how ``engine`` in a pool's table names one.
 
 ``engine`` is a row of :data:`rrl.config.import_paths.ENGINES`, or ``module:name`` beside job.toml. The name is that of
 a class or of a function, and is called with three arguments: the worker ``me``, the model, and the tokenizer.
@@ -130,22 +130,23 @@ def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -
     Both end the process with exit code 2 and a message of one line if the engine is not as this module describes.
     """
     name, rows = me.rollout.engine, {key: row.prepare for key, row in ENGINES.items()}
+    table = me.job.role(me.launch.role).table
     with exits_on_invalid_config(TaskError):
-        named = import_row(name, rows, Path(me.launch.cwd), "engine", "roles.rollout", ENGINE_ARGUMENTS)
+        named = import_row(name, rows, Path(me.launch.cwd), "engine", table, ENGINE_ARGUMENTS)
     build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)
     if not callable(build):
         right = "return a function that builds the engine, or name a class"
-        _refuse(f"{name} returned {type(build).__name__}; {right}")
+        _refuse(table, f"{name} returned {type(build).__name__}; {right}")
 
     def build_checked() -> Engine:
         engine: Engine = build()
         if missing := [method for method in _METHODS if not hasattr(engine, method)]:
-            _refuse(f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
+            _refuse(table, f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
         return engine
 
     return build_checked
 
 
-def _refuse(problem: str) -> None:
+def _refuse(table: str, problem: str) -> None:
     with exits_on_invalid_config(TaskError):
-        raise TaskError("engine", problem, table="roles.rollout")
+        raise TaskError("engine", problem, table=table)

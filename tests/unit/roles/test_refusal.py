@@ -40,7 +40,8 @@ def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *
     message_text = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
     job = resolve(Job.model_validate(message_text), "python")
     launch = Launch("t", "/r", Incarnation(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
-    me = SimpleNamespace(job=job, launch=launch)  # without __enter__, so that joining fails
+    rollout = job.rollouts["rollout"]
+    me = SimpleNamespace(job=job, rollout=rollout, launch=launch)  # without __enter__, so that joining fails
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -98,8 +99,8 @@ def test_configuration_that_vllm_refuses_on_one_node_is_not_reported(
     monkeypatch.setattr(config, "configure", refuse)
     monkeypatch.setattr(config, "set_environment", lambda threads: None)
     monkeypatch.setattr(end_report, "_report", lambda report: pytest.fail(str(report)))
-    job = MagicMock(rollout=RolloutSettings(), seed=0, model=ModelSpec(path="/a/model", max_length=8))
-    me = MagicMock(job=job)
+    job = MagicMock(seed=0, model=ModelSpec(path="/a/model", max_length=8))
+    me = MagicMock(job=job, rollout=RolloutSettings())
     me.launch.incarnation = Incarnation(ReplicaId("rollout/0"), 1)
     with pytest.raises(SystemExit) as ended:
         config.prepare(me, MagicMock(), MagicMock())

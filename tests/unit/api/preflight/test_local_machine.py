@@ -56,6 +56,15 @@ def test_more_processes_than_the_memory_holds_are_refused_at_the_largest_role() 
     assert problem(Machine(2, 2**40), commands=commands) is None
 
 
+def test_elastic_pool_counts_at_its_largest() -> None:
+    burst = {"replicas": {"min": 1, "max": 4000}, "node_hours": 1}
+    found = problem(rollouts={"burst": burst})
+    assert found is not None
+    assert found.key == ("rollouts", "burst", "replicas")
+    assert found.text.startswith("4000: the processes of the run need at least ")
+    assert problem(rollouts={"burst": burst | {"replicas": {"max": 4}}}) is None
+
+
 def test_model_that_the_memory_cannot_hold_is_refused() -> None:
     tokenizer = {"pieces": "0123456789"}
     found = problem(model={"tokenizer": tokenizer, "layers": 10**9})

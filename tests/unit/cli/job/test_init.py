@@ -90,12 +90,14 @@ def test_job_without_slurm_is_that_of_the_quickstart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["local", "slurm"])
 def test_commented_lines_of_the_job_can_be_used(tmp_path: Path, place: str) -> None:
     text = written(tmp_path, PLACES[place])[0]
-    for line in ("# ranks = 2", "# [tags]", "# rollout = []", "# [recovery]", '# policy = "role"'):
+    pool = ("# [rollouts.burst]", "# replicas = { max = 4 }", "# node_hours = 10")
+    for line in ("# ranks = 2", *pool, "# [tags]", "# rollout = []", "# [recovery]", '# policy = "role"'):
         assert line in text
         text = text.replace(line, line[2:])
     (tmp_path / "used.toml").write_text(text)
     job = load_job(tmp_path / "used.toml")
     assert (job.roles.trainer.ranks, job.tags.rollout, job.recovery.policy) == (2, (), "role")
+    assert job.rollouts["burst"].is_elastic
 
 
 def test_slurm_that_accepts_no_job_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:

@@ -115,10 +115,10 @@ def test_setting_that_cannot_be_read_is_refused(setting: str, complaint: str) ->
             ["1.toml:2: run.steps: must be at least 1, not -1"],
         ),
         (
-            (JOB, "[roles.rollout]\nreplicas = 0\n"),
+            (JOB, "[roles.rollout]\nreplicas = -1\n"),
             ("roles.trainer.learning_rat=3", "run.steps=x"),
             [
-                "1.toml:2: roles.rollout.replicas: must be at least 1, not 0",
+                "1.toml:2: roles.rollout.replicas: must be at least 0, not -1",
                 '--set roles.trainer.learning_rat=3: unknown key; did you mean "learning_rate"?',
                 '--set run.steps=x: must be a whole number, not "x"',
             ],

@@ -71,7 +71,7 @@ def test_every_toml_block_of_the_pages_is_valid(validator: Any) -> None:
     ("extra", "place"),
     [
         ("[roles.rollout]\nreplica = 2\n", "roles.rollout: Additional properties"),
-        ("[roles.rollout]\nreplicas = 0\n", "roles.rollout.replicas: 0 is less than"),
+        ("[roles.rollout]\nreplicas = -1\n", "roles.rollout.replicas: -1 is less than"),
         ('[roles.rollout]\nmem = "8"\n', "roles.rollout.mem: '8' does not match"),
         ("[roles.rollout]\nmem = 8\n", "roles.rollout.mem: 8 is not of type 'string'"),
         ('[cluster]\nwalltime = "8 hours"\n', "cluster.walltime: '8 hours' does not match"),

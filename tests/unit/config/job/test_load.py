@@ -650,7 +650,7 @@ WRONG: list[tuple[str, str, str]] = [
         '[manager]\nwhere = "pol"\n[task]',
         'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you mean "pool"?',
     ),
-    # gangs and warm donor_rollouts
+    # gangs
     ("[task]", "[roles.trainer]\nranks = 0\n[task]", "job.toml:13: roles.trainer.ranks: must be at least 1, not 0"),
     (
         "[task]",
@@ -718,25 +718,9 @@ WRONG: list[tuple[str, str, str]] = [
         " ...",
     ),
     (
-        "[task]",
-        "[roles.trainer]\ndonor_rollouts = 1\nwarm = false\n[task]",
-        "job.toml:13:"
-        " roles.trainer.donor_rollouts: has no effect with warm = false; remove this key, or write warm = true",
-    ),
-    (
-        "[task]",
-        "[roles.trainer]\ndonor_rollouts = 3\n[task]",
-        "job.toml:13: roles.trainer.donor_rollouts: 3 is more than [roles.rollout] replicas = 2; lower it",
-    ),
-    (
         "rollout/0",
         "trainer/0.1",
         'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process',
-    ),
-    (
-        "replicas = 2",
-        'warm = true\nranks = 2\ncommand = ["x"]',
-        "job.toml:17: roles.rollout.warm: a standby rollout has one process, but ranks = 2; remove this key",
     ),
     # the place
     (
@@ -792,7 +776,8 @@ WRONG: list[tuple[str, str, str]] = [
     (
         "[task]",
         '[commands.Judge]\ncommand = ["x"]\n[task]',
-        "job.toml:12: commands: 'Judge' is not a valid role name; use up to 30 lower-case letters",
+        "job.toml:12: commands: 'Judge' is not a valid role name; use a letter, then up to 29 lower-case"
+        " letters and digits",
     ),
     # not TOML
     (
@@ -894,7 +879,6 @@ WRONG: list[tuple[str, str, str]] = [
         ("limits", "beat", '"1s"', "heartbeat"),
         ("recovery", "adopt", '"10s"', "promote"),
         ("recovery", "whole", "2", "full_restarts"),
-        ("roles.trainer", "standbys", "1", "donor_rollouts"),
     ],
 )
 def test_renamed_key_is_reported_with_its_new_name(
@@ -907,45 +891,33 @@ def test_renamed_key_is_reported_with_its_new_name(
     load_job(tmp_path / "job.toml")
 
 
+@pytest.mark.parametrize(
+    ("header", "key", "replacement"),
+    [
+        ("roles.rollout", "warm", 'spare = ["rollout", "train"] in [tags]: spare nodes then generate'),
+        ("roles.trainer", "standbys", 'rollout = ["train"] in [tags], or [] for none'),
+        ("roles.trainer", "donor_rollouts", 'rollout = ["train"] in [tags], or [] for none'),
+        (
+            "recovery",
+            "failure_rate",
+            'rollout = ["train"] in [tags]: the trainer has standbys on as many nodes as its own',
+        ),
+    ],
+)
+def test_key_that_is_gone_is_reported_with_what_replaces_it(
+    tmp_path: Path, header: str, key: str, replacement: str
+) -> None:
+    text = f"[{header}]\n{key} = 1\n" + JOB.replace("[roles.rollout]\n", "[commands.x]\n")
+    complaint = error_text(tmp_path, text).splitlines()[0]
+    assert complaint == f"job.toml:2: {header}.{key}: was replaced by {replacement}"
+
+
 @pytest.mark.parametrize(("old", "new", "expected"), WRONG)
 def test_mistake_is_reported_with_file_line_key_and_correction(
     tmp_path: Path, old: str, new: str, expected: str
 ) -> None:
     assert old in JOB
     assert error_text(tmp_path, JOB.replace(old, new, 1)) == expected
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (
-            "[[faults",
-            '[recovery]\npolicy = "job"\n[[faults',
-            "job.toml:17: roles.rollout.warm: [recovery] policy ="
-            ' "job" does not use standby processes; remove this key, or write policy = "role"',
-        ),
-        (
-            "local",
-            'local"\nspares = 0 #',
-            "job.toml:18: roles.rollout.warm: there are no spare nodes for standby"
-            " rollouts; remove this key, or set [cluster] spares = 1 or more",
-        ),
-        (
-            "local",
-            'slurm"\nform = "replica',
-            'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes'
-            ' for standby rollouts; remove this key, or write form = "pool"',
-        ),
-    ],
-)
-def test_warm_rollout_needs_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
-    warm = JOB.replace("replicas = 2", "warm = true")
-    assert error_text(tmp_path, warm.replace(old, new)) == expected
-    (tmp_path / "job.toml").write_text(warm)
-    assert {role.name for role in resolve(load_job(tmp_path / "job.toml"), "python").roles if role.warm} == {
-        "trainer",
-        "rollout",
-    }
 
 
 _ROLLOUTS = "job.toml:18: roles.rollout"
@@ -978,13 +950,13 @@ _ROLLOUTS = "job.toml:18: roles.rollout"
         ),
         (
             "gpus = 4",
-            ".gpus: vLLM would compute on 1 of the GPUs of each replica, but [roles.rollout] gpus = 4; make"
+            ".gpus: vLLM would compute on 1 of the GPUs of each replica, but gpus = 4; make"
             " tensor_parallel_size and gpus the same number",
         ),
         (
             "vllm = { tensor_parallel_size = 8 }\ngpus = 4",
             ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
-            " of each replica, but [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number",
+            " of each replica, but gpus = 4; make tensor_parallel_size and gpus the same number",
         ),
         ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
         ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
@@ -1090,7 +1062,7 @@ def test_job_without_any_role_to_run_is_refused(tmp_path: Path, text: str, expec
 
 def test_gang_is_accepted_only_for_the_trainer_and_for_programs_that_know_ranks(tmp_path: Path) -> None:
     gangs = (
-        "[roles.trainer]\nranks = 3\nranks_per_node = 2\ndonor_rollouts = 2\n",
+        "[roles.trainer]\nranks = 3\nranks_per_node = 2\n",
         '[roles.reward]\nranks = 2\ncommand = ["x"]\n',
         '[commands.judge]\ncommand = ["x"]\nranks = 2\n',
     )

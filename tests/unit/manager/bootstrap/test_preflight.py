@@ -22,6 +22,7 @@ SLURM = JOB.replace(
     'kind = "local"\nnode = { cpus = 4, mem = "4GiB" }', 'kind = "slurm"\nspares = 0\nnode = { cpus = 2, mem = "1GiB" }'
 )
 FORM = "spares = 0"
+BURST = "[rollouts.burst]\nreplicas = { max = 2 }\nnode_hours = 1\n"
 
 
 @pytest.fixture
@@ -83,6 +84,7 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
             "option": SLURM + '[slurm]\npartitoin = "main"\n',
             "typed": SLURM + '[slurm]\ngres = "gpu:a100:1"\n',
             "role": replica,
+            "elastic": f'{SLURM}{BURST}slurm = {{ partition = "spot" }}\n',
         },
     )
     reported = {
@@ -98,6 +100,7 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
         "option": [("slurm.partitoin", "Slurm says for pool: unrecognized option '--partitoin=main'", True)],
         "typed": [("slurm.gres", "Slurm says for pool: Requested node configuration is not available", True)],
         "role": [("roles.rollout.slurm.partition", invalid.format("rollout", "spot"), True)],
+        "elastic": [("rollouts.burst.slurm.partition", invalid.format("burst", "spot"), True)],
     }
 
 
@@ -112,6 +115,7 @@ def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) ->
             "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"),
             "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
             "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
+            "elastic": f'{SLURM}{BURST}mem = "9GiB"\n',
         },
     )
     reported = {
@@ -124,6 +128,7 @@ def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) ->
         "gpus": [("cluster.node.gpus", f"5 nodes of 2 CPUs, 1024 MiB, 3 GPUs for pool: {has}", True)],
         "nodes": [("cluster", f"12 nodes of 2 CPUs, 1024 MiB for pool: {has}", True)],
         "rollout": [("roles.rollout.gpus", f"1 node of 1 CPUs, 1024 MiB, 3 GPUs for rollout: {has}", True)],
+        "elastic": [("rollouts.burst.mem", f"1 node of 1 CPUs, 9216 MiB for burst: {has}", True)],
     }
 
 

@@ -44,7 +44,7 @@ def test_missing_gpu_that_was_requested_is_one_line_and_exit_code_2(
         begin(SimpleNamespace(launch=_launch(role, 1), world=1))
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"rrl: [roles.{role}] gpus = 1, but torch {torch.__version__}, built ")
+    assert message.startswith(f"rrl: {role} has gpus = 1, but torch {torch.__version__}, built ")
     assert message.endswith(" finds no GPU on n7: install a torch for its driver, or set gpus = 0\n")
     assert message.count("\n") == 1
 
@@ -56,7 +56,7 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch_engine, "materialise", lambda model, device: devices_used.append(device))
     monkeypatch.setattr(torch_engine, "TorchEngine", lambda *_, **__: None)
     me: Any = SimpleNamespace(
-        launch=_launch("rollout", 1), job=SimpleNamespace(seed=0, sampling=SamplingSpec(), rollout=RolloutSettings())
+        launch=_launch("rollout", 1), job=SimpleNamespace(seed=0, sampling=SamplingSpec()), rollout=RolloutSettings()
     )
     nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     torch_engine.prepare(me, nothing, nothing)()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rrl.core.run_spec import RolloutSettings
+from rrl.core.run_spec import RoleSpec, RolloutSettings, RunSpec
+from rrl.core.types import Resources
 from rrl.roles.rollout import torch_engine
 from rrl.roles.rollout.engine import Engine, load_engine
 
@@ -38,8 +39,9 @@ def short(me):
 
 def _me(folder: Path, engine: str) -> Any:
     (folder / "engines_of_mine.py").write_text(CODE)
-    job = SimpleNamespace(rollout=RolloutSettings(engine=engine))
-    return SimpleNamespace(job=job, launch=SimpleNamespace(cwd=str(folder)), prepared=False)
+    role = RoleSpec("h20", "rollout", 1, 0, Resources(), True, ())
+    job, launch = RunSpec("x", 1, "slurm", (role,), ()), SimpleNamespace(cwd=str(folder), role="h20")
+    return SimpleNamespace(job=job, rollout=RolloutSettings(engine=engine), launch=launch, prepared=False)
 
 
 @pytest.mark.parametrize(("name", "prepared"), [("Whole", False), ("prepare", True)])
@@ -73,6 +75,6 @@ def test_unusable_engine_ends_the_rollout_with_one_line_and_code_2(
         load_engine(_me(tmp_path, f"engines_of_mine:{name}"), *[object()] * 2)()  # type: ignore[arg-type]
     assert ended.value.code == 2
     written = capsys.readouterr().err
-    assert written.startswith("rrl: [roles.rollout] engine: ")
+    assert written.startswith("rrl: [rollouts.h20] engine: ")
     assert problem in written
     assert written.count("\n") == 1

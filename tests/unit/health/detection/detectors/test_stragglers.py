@@ -67,6 +67,19 @@ def test_last_generating_rollout_has_no_peers(trace: Paced) -> None:
     assert trace.found() == set()
 
 
+def test_rollouts_of_a_slower_pool_are_compared_only_with_each_other(trace: Paced) -> None:
+    pool = [Incarnation(ReplicaId(f"h20/{index}"), 1) for index in range(3)]
+    for index, incarnation in enumerate(pool):
+        trace.node(f"h{index}", incarnation)
+        trace.loads[incarnation] = BUSY
+        trace.rates[incarnation] = 30.0
+    trace.play(LONG)
+    assert trace.found() == set()
+    trace.rates[pool[1]] = 10.0
+    trace.play(LONG)
+    assert {finding.incarnation for finding in trace.findings()} == {pool[1]}
+
+
 def test_rollouts_with_little_work_are_not_compared(trace: Paced) -> None:
     trace.rates = dict.fromkeys(ROLLOUTS, 1.0) | {SLOW: 0.0}
     trace.play(LONG)

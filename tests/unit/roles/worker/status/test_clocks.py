@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import rrl
 from rrl.core.phases import MAX_CLOCK_ENTRIES, WAIT_EXTERNAL, PhaseTime, idle_cause
+from rrl.core.run_spec import TagsSpec
 from rrl.core.types import ReplicaId
 from rrl.roles.worker.status import external_waits
 from rrl.roles.worker.status.clocks import PhaseClock, boot_time_ns
@@ -222,3 +224,10 @@ def test_phase_names_the_replica_it_waits_for_and_its_idle_cause(
     name: str, waits_for: str | None, expected: CurrentPhase
 ) -> None:
     assert entered_phase(JOB, name, waits_for) == expected
+
+
+def test_single_rollout_is_not_awaited_alone_where_spares_may_generate() -> None:
+    roles = tuple(replace(role, replicas=1) for role in JOB.roles)
+    assert entered_phase(replace(JOB, roles=roles), "wait_data", None).waits_for == "rollout/0"
+    generating = replace(JOB, roles=roles, tags=TagsSpec(spare=("rollout",)))
+    assert entered_phase(generating, "wait_data", None).waits_for is None
