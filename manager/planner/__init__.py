@@ -57,8 +57,9 @@ def plan(state: State, now: float) -> Plan:
         return Plan(tuple(lifecycle), now)
     assigned = assign(state, inventory, now)
     resized, resize_wake = resize(state, inventory, assigned, now)
-    if resized := [*resized, *resize_extras(state, inventory, assigned, now)]:
-        return Plan(tuple(resized), now)
+    resizes: list[Decision] = [*resized, *resize_extras(state, inventory, assigned, now)]
+    if resizes:
+        return Plan(tuple(resizes), now)
     moves, move_wake = rotate(state, assigned, now)
     if moves:
         return Plan(tuple(moves), now)
