@@ -222,12 +222,11 @@ class Fault(Struct, frozen=True, omit_defaults=True):
 def resolve_target(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
     """Return the target with random choices filled in, or an empty text if ``kind`` takes no target.
 
-    A role name becomes a random replica of that role, and an empty target a random replica of any role. The name of a
-    role that may have no replica stays as it is.
+    A role name becomes a random replica of that role, and an empty target a random replica of any role.
     """
     if FAULT_TRAITS[kind].target_kind is TargetKind.RUN:
         return ""
-    role = target or draw.choice(sorted(name for name, count in replicas.items() if count))
+    role = target or draw.choice(sorted(role for role, number in replicas.items() if number))
     return f"{role}/{draw.randrange(replicas[role])}" if replicas.get(role) else target
 
 

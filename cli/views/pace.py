@@ -98,7 +98,7 @@ def _pool_text(state: State, role: RoleSpec, now: float) -> Text:
 
 def _hours(seconds: float) -> str:
     hours = seconds / 3600
-    return f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}"
+    return f"{hours:.0f}" if hours >= 10 else f"{round(hours, 2):g}"
 
 
 class Pace(Struct, frozen=True):

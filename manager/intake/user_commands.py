@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
-from ...core.run_spec import RunSpec
+from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
 from ..model.state import State
@@ -41,7 +41,7 @@ class Command(Struct, frozen=True):
     keep_allocations: bool = False
     """Whether ``cancel`` keeps the allocations."""
     replicas: int | None = None
-    """Number of replicas to which ``resize`` holds the pool; None if the planner chooses it again."""
+    """Number of replicas that ``resize`` sets; None if the planner chooses it again."""
 
 
 def pending_commands(run: RunDir) -> list[Command]:
@@ -72,9 +72,17 @@ def acknowledge(run: RunDir, command: Command) -> None:
 def to_events(command: Command, state: State) -> list[ev.Event]:
     """Return the events that record a command. The rejection of a fault is recorded too, with the reason."""
     if command.fault is None:
-        by, keep = command.by or "somebody", command.keep_allocations
+        by = command.by or "somebody"
         return [
-            ev.CommandReceived(command.command, by, command.id, command.target, keep, command.reason, command.replicas)
+            ev.CommandReceived(
+                command.command,
+                by,
+                command.id,
+                command.target,
+                command.keep_allocations,
+                command.reason,
+                command.replicas,
+            )
         ]
     fault = msgspec.structs.replace(command.fault, by=command.by or "somebody")
     if fault.id in known_fault_ids(state):
@@ -101,7 +109,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         return InvalidFault(FaultProblem.OTHER, f"the run has ended already: {state.outcome.value}")
     if state is not None and state.finish is not None:
         return InvalidFault(FaultProblem.OTHER, f"the run is ending ({state.finish.outcome.value})")
-    replicas = {role.name: job.most_replicas(role) for role in job.roles}
+    replicas = {role.name: _possible_replicas(role, job) for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
     if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return wrong
@@ -121,7 +129,15 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
             return InvalidFault(
                 FaultProblem.OTHER, f"{fault.kind} needs the worker API, but {fault.target} does not use it"
             )
+        if state is not None and fault.target not in state.replicas:
+            return InvalidFault(FaultProblem.NO_SUCH_TARGET, f"{role} has no replica {fault.target} now")
     return None
+
+
+def _possible_replicas(role: RoleSpec, job: RunSpec) -> int:
+    """Return the largest number of replicas that a role may have during the run."""
+    extras = job.spares if role.name == "rollout" and "rollout" in job.tags.spare else 0
+    return role.max_replicas or role.replicas + extras
 
 
 def _missing(text: str) -> InvalidFault | None:

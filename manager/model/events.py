@@ -222,7 +222,7 @@ class CommandReceived(Struct, frozen=True, tag=True):
     reason: str = ""
     """Reason that the user gave for a ``drain``."""
     replicas: int | None = None
-    """Number of replicas to which ``resize`` holds the pool; None if the planner chooses it again."""
+    """Number of replicas that a ``resize`` sets; None if the planner chooses it again."""
 
 
 class FaultRequested(Struct, frozen=True, tag=True):

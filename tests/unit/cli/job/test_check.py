@@ -96,12 +96,6 @@ def test_check_shows_the_ranks_and_nodes_of_a_gang_and_its_number_of_standbys(
     ) in shown
 
 
-def test_check_shows_how_many_rollouts_the_spares_add(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    site.job.write_text(JOB + '[tags]\nspare = ["rollout", "train"]\n')
-    assert main.run(["check", "--no-task", str(site.job)]) == 0
-    assert "rollout       2 to 3 x (1 cpus, " in capsys.readouterr().out
-
-
 def test_check_names_the_weight_transport_that_would_be_used(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
     assert main.run(["check", "--no-task", str(site.job)]) == 0
@@ -350,6 +344,12 @@ def test_pool_larger_than_any_node_of_its_partition_is_refused(site: Site, capsy
     reported = capsys.readouterr().err
     assert ": rollouts.burst.mem: 1 node of " in reported
     assert reported.count("\n") == 1
+
+
+def test_check_shows_how_many_rollouts_the_spares_add(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.job.write_text(JOB + '[tags]\nspare = ["rollout", "train"]\n')
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    assert "rollout       2 to 3 x (1 cpus, " in capsys.readouterr().out
 
 
 def test_environment_folders_that_may_exist_only_on_nodes_are_a_warning(

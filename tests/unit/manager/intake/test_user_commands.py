@@ -67,10 +67,11 @@ def test_resize_is_recorded_with_its_pool_and_number() -> None:
         assert event == ev.CommandReceived("resize", "ada", "c1", "burst", replicas=replicas)
 
 
-def test_fault_may_hit_each_replica_that_an_elastic_pool_can_have() -> None:
+def test_fault_hits_only_a_replica_that_an_elastic_pool_has() -> None:
     state = pools().recorded()
     spec = msgspec.structs.replace(state.job, faults_allowed=True)
-    assert rejection(Fault("i", FaultKind.KILL, "burst/11"), spec, state) is None
+    assert rejection(Fault("i", FaultKind.KILL, "burst/8"), spec, state) is None
+    assert text_of(rejection(Fault("i", FaultKind.KILL, "burst/9"), spec, state)) == "burst has no replica burst/9 now"
     never = text_of(rejection(Fault("i", FaultKind.KILL, "burst/12"), spec, state))
     assert never == 'no replica "burst/12"; role burst has 12, the last is "burst/11"'
 
