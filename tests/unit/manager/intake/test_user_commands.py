@@ -9,8 +9,12 @@ from rrl.core.types import STANDBY_ROLE, Outcome
 from rrl.manager.intake.user_commands import Command, rejection, to_events
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
+<<<<<<< HEAD
 from rrl.tests.support.cli.status_scenes import pools
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
+=======
+from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job, with_pool
+>>>>>>> elastic
 from rrl.tests.support.manager.world import World
 
 R0, R1 = ROLLOUTS
@@ -146,3 +150,18 @@ def test_ending_or_ended_run_rejects_faults() -> None:
     assert text_of(rejection(KILL, world.state.job, world.state)) == "the run is ending (cancelled)"
     world.record(ev.RunEnded(Outcome.CANCELLED, "asked"))
     assert text_of(rejection(KILL, world.state.job, world.state)) == "the run has ended already: cancelled"
+
+
+def test_replica_that_an_elastic_pool_does_not_have_now_is_no_fault_target() -> None:
+    state = World(with_pool(allowing(), 1, 3)).state
+    assert rejection(Fault("i", FaultKind.KILL, "burst/0"), state.job, state) is None
+    wrong = rejection(Fault("i", FaultKind.KILL, "burst/2"), state.job, state)
+    assert text_of(wrong) == "burst has no replica burst/2 now"
+    assert "the last is" in text_of(rejection(Fault("i", FaultKind.KILL, "burst/3"), state.job, state))
+
+
+def test_resize_is_recorded_with_its_number() -> None:
+    state = World(with_pool(job(), 1, 3)).state
+    for replicas in (2, None):
+        (event,) = to_events(Command("resize", "ada", "c1", target="burst", replicas=replicas), state)
+        assert event == ev.CommandReceived("resize", "ada", "c1", "burst", replicas=replicas)

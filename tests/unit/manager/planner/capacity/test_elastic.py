@@ -403,6 +403,14 @@ def test_next_manager_continues_with_what_the_user_set_and_the_pool_has_spent() 
     assert 0 < spent == pool_figures(again, again.job.role(POOL), world.now).spent_node_s
 
 
+def test_allocations_of_the_pool_are_released_although_a_user_keeps_those_of_the_run() -> None:
+    world = grown(high=2)
+    world.happen(ev.CommandReceived("cancel", "ada", "c1", keep_allocations=True))
+    world.play()
+    assert world.over
+    assert {allocation.request.node_group for allocation in world.state.allocations.values()} == {"pool"}
+
+
 @pytest.mark.parametrize("changed", ["same", "smaller", "gone", "renamed"])
 def test_resumed_run_begins_with_the_least_number_and_what_is_left_of_the_budget(changed: str) -> None:
     world = grown(high=4, node_hours=10.0)
