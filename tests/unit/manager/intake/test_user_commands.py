@@ -9,12 +9,8 @@ from rrl.core.types import STANDBY_ROLE, Outcome
 from rrl.manager.intake.user_commands import Command, rejection, to_events
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
-<<<<<<< HEAD
 from rrl.tests.support.cli.status_scenes import pools
-from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
-=======
 from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job, with_pool
->>>>>>> elastic
 from rrl.tests.support.manager.world import World
 
 R0, R1 = ROLLOUTS
