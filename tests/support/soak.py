@@ -344,14 +344,18 @@ def light(faults: int, runs: int, tally: Tally) -> None:
         folder = Path(tempfile.mkdtemp(prefix="rrl-soak-"))
         before = tally.problems
         extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
-        extra += ELASTIC if seed == ELASTIC_RUN else ""
-        toml = light_job("local", STEPS, rollouts=3, spares=2, step_seconds=0.1, extra=extra)
+        elastic = seed == ELASTIC_RUN
+        rollouts, step_seconds = (2, 0.02) if elastic else (3, 0.1)  # the trainer of the elastic run must wait
+        extra += ELASTIC if elastic else ""
+        toml = light_job("local", STEPS, rollouts=rollouts, spares=2, step_seconds=step_seconds, extra=extra)
+        if elastic:  # what the light rollouts lease: the pool gets no more replicas than have work
+            toml = toml.replace("[roles.rollout]\n", "[roles.rollout]\nlease = 8\n")
         if seed % 2:
             toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
-        run = submit_to(PREEMPTED, folder, toml) if seed == ELASTIC_RUN else submit_here(folder, toml)
+        run = submit_to(PREEMPTED, folder, toml) if elastic else submit_here(folder, toml)
         _begin(run)
         run_faults(run, -(-faults // runs), tally, ManagerRestarter(run))
-        if seed == ELASTIC_RUN:
+        if elastic:
             _check_preemptions(run, tally)
         if tally.problems > before:
             print(f"kept for a look: {folder}", flush=True)
