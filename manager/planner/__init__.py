@@ -12,11 +12,11 @@ from ..model.actions import Action, Decision
 from ..model.state import State
 from .capacity.allocations import supply
 from .capacity.elastic import resize
-from .capacity.extras import resize_extras
 from .capacity.node_lifecycle import drain_actions, lifecycle_decisions
 from .capacity.nodes import NodeInventory
 from .capacity.placement import assign, place
 from .capacity.rotation import preemptions, rotate
+from .capacity.spare_rollouts import resize_extras
 from .capacity.standbys import plan_standbys
 from .deadlines import NEVER
 from .planned_faults import due_faults

@@ -80,8 +80,8 @@ class QueueCluster(LocalCluster):
         elif not self._record(request.tag).exists():
             granted_at = time.time() + self._queue.wait_s
             drawn = random.Random(f"{self._queue.seed} {request.tag.partition('.')[2]}").expovariate(1.0)
-            life = self._queue.grace_s + drawn * self._queue.lifetime_s
-            queued = _Queued(request, granted_at, granted_at + life if self._queue.lifetime_s else None)
+            held_s = self._queue.grace_s + drawn * self._queue.lifetime_s
+            queued = _Queued(request, granted_at, granted_at + held_s if self._queue.lifetime_s else None)
             write_atomically(self._record(request.tag), msgspec.json.encode(queued))
             await self._advance(queued)
 

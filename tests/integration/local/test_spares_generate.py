@@ -11,10 +11,10 @@ from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Resize
 from rrl.manager.model.state import State
-from rrl.tests.integration.local.test_standby import TRAINER, adoptions, end_well, standbys
 from rrl.tests.support.local_cluster import crash
 from rrl.tests.support.runs import TestRun, all_work, current_incarnations, light_job, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.standbys import TRAINER, adoptions, end_well, standbys
 
 EXTRA, MARK = ReplicaId("rollout/2"), -201.0
 """The rollout beyond the two that the job asks for, and what its first incarnation records with its tokens."""

@@ -10,33 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.phases import STANDBY
-from rrl.core.types import STANDBY_ROLE, Incarnation, ReplicaId
+from rrl.core.types import Incarnation
 from rrl.manager.model import events as ev
-from rrl.manager.model.actions import Launch
-from rrl.manager.model.state import Replica, State, Status
-from rrl.tests.support.runs import (
-    TestRun,
-    all_work,
-    cancel,
-    check_sound,
-    current_incarnations,
-    light_job,
-    submit_here,
-    submit_on,
-)
+from rrl.manager.model.state import Replica
+from rrl.tests.support.runs import TestRun, all_work, cancel, current_incarnations, light_job, submit_here, submit_on
 from rrl.tests.support.slurm.lab import SlurmLab
-
-TRAINER = ReplicaId("trainer/0")
-
-
-def standbys(state: State) -> list[Replica]:
-    """Return the standby processes that are ready."""
-    return [
-        one
-        for one in state.replicas.values()
-        if one.role == STANDBY_ROLE and one.status is Status.JOINED and one.phase == STANDBY
-    ]
+from rrl.tests.support.standbys import TRAINER, adoptions, end_well, standbys
 
 
 def wait_for_standby(run: TestRun) -> Replica:
@@ -53,19 +32,6 @@ def wait_for_standby(run: TestRun) -> Replica:
 def pid_of(replica: Replica) -> int:
     assert replica.pid is not None
     return replica.pid
-
-
-def adoptions(run: TestRun) -> list[Launch]:
-    events = (stamped.event for stamped in run.events())
-    actions = (event.action for event in events if isinstance(event, ev.Intended))
-    return [action for action in actions if isinstance(action, Launch) and action.standby is not None]
-
-
-def end_well(run: TestRun) -> None:
-    state = run.wait_end()
-    assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
-    run.wait_gone()
-    check_sound(run.run)
 
 
 def is_promoted_to_trainer(run: TestRun, standby: Replica) -> None:
