@@ -150,11 +150,14 @@ class MessageHandler:
         if worker is not None:
             await self._context.send(worker, msg.Fenced(incarnation, why), None)
         state = self._context.state()
-        steps = ((tag, orphan.node) for tag, orphan in state.orphan_steps.items() if orphan.incarnation == incarnation)
-        step, node = next(steps, ("", ""))  # an elastic pool may have given the replica itself up
-        if not step or not uses_worker_api(state, incarnation):
+        replica = state.replica(incarnation.replica)
+        step, node = (replica.step, replica.node) if replica.incarnation == incarnation else (None, None)
+        if incarnation.replica not in state.replicas:  # its pool has given the replica itself up
+            orphans = ((tag, one.node) for tag, one in state.orphan_steps.items() if one.incarnation == incarnation)
+            step, node = next(orphans, (None, None))
+        if step is None or not uses_worker_api(state, incarnation):
             return
-        agent = state.replica(replica_id(AGENT, node)).step or ""
+        agent = state.replica(replica_id(AGENT, node or "")).step or ""
         if (peer := self._peers.steps.get(step) or self._peers.steps.get(agent)) is not None:
             await self._context.send(peer, msg.Fenced(incarnation, why, step), None)
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
-from ...core.run_spec import RoleSpec, RunSpec
+from ...core.run_spec import RunSpec
 from ...core.types import AGENT, STANDBY_ROLE
 from ..model import events as ev
 from ..model.state import State
@@ -109,7 +109,7 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         return InvalidFault(FaultProblem.OTHER, f"the run has ended already: {state.outcome.value}")
     if state is not None and state.finish is not None:
         return InvalidFault(FaultProblem.OTHER, f"the run is ending ({state.finish.outcome.value})")
-    replicas = {role.name: _possible_replicas(role, job) for role in job.roles}
+    replicas = {role.name: job.most_replicas(role) for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
     if wrong := validate_fault(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return wrong
@@ -132,12 +132,6 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
         if state is not None and fault.target not in state.replicas:
             return InvalidFault(FaultProblem.NO_SUCH_TARGET, f"{role} has no replica {fault.target} now")
     return None
-
-
-def _possible_replicas(role: RoleSpec, job: RunSpec) -> int:
-    """Return the largest number of replicas that a role may have during the run."""
-    extras = job.spares if role.name == "rollout" and "rollout" in job.tags.spare else 0
-    return role.max_replicas or role.replicas + extras
 
 
 def _missing(text: str) -> InvalidFault | None:
