@@ -52,7 +52,7 @@ def idle_shares_of_roles(state: State) -> list[Text]:
     times = state.idle_times
     before = times.before if state.outcome is None else START
     found = ((role, idle_shares(times.now, before, role.name)) for role in _timed_roles(state))
-    return [Text(idle_text(_plural(role), shares)) for role, shares in found if role.name in times.now.roles]
+    return [Text(idle_text(_plural(state, role), shares)) for role, shares in found if role.name in times.now.roles]
 
 
 def token_rates(state: State) -> list[Text]:
@@ -65,7 +65,7 @@ def token_rates(state: State) -> list[Text]:
         trained = now.trained_tokens - before.trained_tokens
         per_second = rate(trained if role.traits.trains else generated, now, before)
         if per_second:
-            rates.append(Text(f"{_plural(role)} {token_rate(per_second)}"))
+            rates.append(Text(f"{_plural(state, role)} {token_rate(per_second)}"))
     return rates
 
 
@@ -91,7 +91,7 @@ def _pool_text(state: State, role: RoleSpec, now: float) -> Text:
         details.append(f"{_hours(pool.spent_node_s)} of {_hours(pool.budget_node_s)} node hours")
     if pool.held is not None:
         details.append("held by a user")
-    fixed = f"{_plural(role)} {min(pool.at_work, role.replicas)} of {role.replicas}"
+    fixed = f"{_plural(state, role)} {min(pool.at_work, role.replicas)} of {role.replicas}"
     text = f"{role.name} {pool.at_work}" if role.is_elastic else fixed
     return Text(f"{text} ({', '.join(details)})" if details else text)
 
@@ -218,8 +218,10 @@ def _timed_roles(state: State) -> list[RoleSpec]:
     return [role for role in state.job.roles if role.traits.has_weights]
 
 
-def _plural(role: RoleSpec) -> str:
-    return role.name if role.replicas == 1 or role.name != role.kind else f"{role.name}s"
+def _plural(state: State, role: RoleSpec) -> str:
+    """Return what the replicas of a role are called; a further pool has a name of its own."""
+    named = role.replicas == 1 or state.job.node_group_of(role.name).dedicated
+    return role.name if named else f"{role.name}s"
 
 
 def packed(label: str, parts: Sequence[Text], width: int) -> Iterator[tuple[str, Text]]:

@@ -65,6 +65,7 @@ def light_job(
     python = sys.executable
     node = 'cpus = 8, mem = "2GiB"' if one_node else 'cpus = 2, mem = "1GiB"'
     exclusive = str(not one_node).lower()
+    tags = "" if "[tags]" in extra else '[tags]\nspare = ["train"]\n'  # extras cost processes, too
     return f"""
 [run]
 name = "light"
@@ -98,7 +99,7 @@ mem = "256MiB"
 mem = "256MiB"
 [transport]
 weights = "tcp"
-[limits]
+{tags}[limits]
 heartbeat = "500ms"
 silence = "4s"
 poll = "1s"

@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 import rrl
-from rrl.core.launch import Launch
-from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
+from rrl.core.types import Version
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.engine import StepOutput
 from rrl.roles.rollout.main import run
@@ -349,21 +348,11 @@ def test_an_engine_that_fails_ends_the_rollout() -> None:
         _roll(_Worker(_items(9)), _Engine(1, on_step=fail))
 
 
-# ── standby processes ────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(("replica", "built_first"), [("rollout/1", False), ("standby/n1:rollout", True)])
-def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
-    replica: str, built_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_is_built_once_the_rollout_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    launch = Launch(
-        "t", "r", Incarnation(ReplicaId(replica), 1), NodeName("n1"), (), {}, "/", 0.0, False, standby=built_first
-    )
 
     class Joining:
         """A worker that records when the role enters its ``with`` block."""
-
-        def __init__(self) -> None:
-            self.launch = launch
 
         def __enter__(self) -> None:
             done.append("joined")
@@ -379,4 +368,4 @@ def test_only_the_standby_on_a_spare_builds_its_engine_before_it_is_promoted(
     monkeypatch.setattr(rollout_main, "_builder", lambda me: build)
     monkeypatch.setattr(rollout_main, "run", lambda me, engine: None)
     rollout_main.main()
-    assert done == (["built", "joined", "left"] if built_first else ["joined", "built", "left"])
+    assert done == ["joined", "built", "left"]

@@ -20,7 +20,7 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ModelSpec, RolloutSettings, RunSpec, TaskSpec, TokenizerSpec
+from rrl.core.run_spec import ModelSpec, RunSpec, TaskSpec, TokenizerSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import describe, fresh_folder
 from rrl.roles.launcher.end_report import Unrepairable
@@ -97,7 +97,7 @@ class _Worker:
         self.launch = Launch("tag", folder, incarnation, NodeName("n"), (), {}, folder, 1.0, False)
         self.run_dir = run_dir
         self.job = _job(checkpoint_every)
-        self.rollout = RolloutSettings()
+        self.rollout = self.job.rollouts["rollout"]
         self.uncommitted = UncommittedSteps(None)
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
