@@ -353,7 +353,8 @@ def light(faults: int, runs: int, tally: Tally) -> None:
         if seed % 2:
             toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
         run = submit_to(PREEMPTED, folder, toml) if elastic else submit_here(folder, toml)
-        restarter = ManagerRestarter(run)  # first, since a fault may kill the manager at once
+        run.wait(lambda state: state.epoch > 0)
+        restarter = ManagerRestarter(run)  # before the first step, since a fault may kill the manager earlier
         _begin(run)
         run_faults(run, -(-faults // runs), tally, restarter)
         if elastic:
