@@ -621,13 +621,19 @@ class RunSpec(Struct, frozen=True):
         return next(group for group in self.node_groups if role in group.roles)
 
     @property
+    def fleet_varies(self) -> bool:
+        """Return whether the job has rollouts beyond those of ``[roles.rollout]``, for which ``ahead`` may rise."""
+        rollouts = self.kind("rollout")
+        return len(rollouts) > 1 or any(self.most_replicas(role) > role.replicas for role in rollouts)
+
+    @property
     def steps_in_store(self) -> int:
         """Return how many steps the store may hold the data of: unbound, uncommitted, and two committed ones."""
-        places = sum((r.max_replicas or r.replicas) * self.rollouts[r.name].lease for r in self.kind("rollout"))
-        sampling = self.sampling
-        ahead = batches_ahead(
-            sampling.ahead, sampling.staleness, sampling.prompts_per_step * sampling.group_size, places
-        )
+        sampling, ahead = self.sampling, self.sampling.ahead
+        if self.fleet_varies:
+            places = sum(self.most_replicas(r) * self.rollouts[r.name].lease for r in self.kind("rollout"))
+            trajectories = sampling.prompts_per_step * sampling.group_size
+            ahead = batches_ahead(ahead, sampling.staleness, trajectories, places)
         return ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2
 
     @property

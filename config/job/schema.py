@@ -258,9 +258,9 @@ class SamplingTable(Table):
     """Temperature of the sampling, and of the log-probabilities in the loss."""
     ahead: Annotated[int, Field(ge=0)] = _SAMPLING.ahead
     """Batches that rollouts may work ahead of the trainer. The trained tokens are then up to about ahead + 2 steps old,
-    if a step takes longer than the 0.1 s in which new weights reach the rollouts. Rollouts that together lease more
-    than a batch may work ahead as many batches as they lease, at most ``staleness``. Has no effect if ``staleness`` is
-    0."""
+    if a step takes longer than the 0.1 s in which new weights reach the rollouts. In a job whose number of
+    rollouts varies (further pools, or spares that generate), rollouts that together lease more than a batch may work
+    ahead as many batches as they lease, at most ``staleness``. Has no effect if ``staleness`` is 0."""
     staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = run_spec.DEFAULT_STALENESS
     """Greatest age N, in training steps, of a token that is trained on. Step n starts from the weights of step n - 1; a
     token that was sampled with the weights of step v then has the age n - 1 - v. Rollouts wait for newer weights rather

@@ -425,6 +425,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         group_size=sampling.group_size,
         groups_per_batch=sampling.prompts_per_step,
         max_ahead_batches=sampling.ahead,
+        fleet_varies=me.job.fleet_varies,
         max_new_tokens=sampling.max_new_tokens,
         next_prompt=prompts,
         keep_uncommitted=me.job.trainer.uncommitted,

@@ -65,6 +65,7 @@ class Store:
         group_size: Number of trajectories per prompt.
         groups_per_batch: Number of groups that a step trains.
         max_ahead_batches: Number of batches that the rollouts may prepare beyond the next batch.
+        fleet_varies: Whether this number may rise with the places of the rollouts.
         max_new_tokens: Maximum number of tokens after a prompt.
         next_prompt: Returns the prompt of an item. If it raises an exception, the item is dropped.
         keep_uncommitted: Maximum number of steps that may be finished while a checkpoint is written.
@@ -93,6 +94,7 @@ class Store:
         group_size: int,
         groups_per_batch: int,
         max_ahead_batches: int,
+        fleet_varies: bool = True,
         max_new_tokens: int,
         next_prompt: Callable[[int], Prompt],
         keep_uncommitted: int = 1,
@@ -110,7 +112,8 @@ class Store:
     ) -> None:
         self._has_agents = episodes is not None
         self._extras = extras or {}
-        self._batches_ahead = partial(batches_ahead, max_ahead_batches, staleness, group_size * groups_per_batch)
+        raised_to = staleness if fleet_varies else None
+        self._batches_ahead = partial(batches_ahead, max_ahead_batches, raised_to, group_size * groups_per_batch)
         self._max_new = max_new_tokens
         self._per_batch = groups_per_batch
         self._prompts = ItemPrompts(next_prompt)

@@ -388,3 +388,11 @@ def test_job_with_pools_is_written_and_read_again(
 def test_job_without_a_task_is_written_without_tags() -> None:
     before = load(NO_TASK)
     assert resolve(load(as_toml(before)), "python") == resolve(before, "python")
+
+
+@pytest.mark.parametrize(
+    ("tables", "varies"),
+    [("", False), ("[rollouts.fast]\n", True), (BURST, True), ('[tags]\nspare = ["rollout"]\n', True)],
+)
+def test_work_ahead_may_rise_only_where_the_number_of_rollouts_varies(tables: str, varies: bool) -> None:
+    assert spec(LOCAL + tables).fleet_varies is varies

@@ -107,6 +107,11 @@ def test_rollouts_with_places_for_many_steps_work_further_ahead_within_staleness
     assert _batches_begun(store) == batches
 
 
+def test_fixed_fleet_works_only_as_far_ahead_as_the_job_says(tmp_path: Path) -> None:
+    store = open_store(tmp_path, (*FLEET, REWARD, TRAINER), staleness=9, fleet_varies=False)
+    assert _batches_begun(store) == 2
+
+
 def test_places_for_a_single_step_do_not_raise_ahead(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_ahead_batches=0, staleness=4)
     assert len(lease(store, OTHER, STEP // 2)) == len(generate(store, ROLLOUT, STEP // 2)) == STEP // 2
