@@ -115,7 +115,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     log = Log(run_dir.store)
     log.rewrite([msgspec.msgpack.encode(["head", 1, 0, 0])])
     log.close()
-    job = SimpleNamespace(sampling=SamplingSpec(), trainer=TrainerSettings(), agents=None, endpoint=None, eval=None)
+    job = MagicMock(sampling=SamplingSpec(), trainer=TrainerSettings(), agents=None, fleet_varies=False)
     me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
