@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from .run_spec import RunSpec
-from .types import TRAINER, Incarnation, NodeName, RaisedException, role_of
+from .types import GUEST_ROLE, TRAINER, Incarnation, NodeName, RaisedException, role_of
 
 HEARTBEAT_INTERVAL_ENV = "RRL_HEARTBEAT_INTERVAL"
 """Environment variable in the launch file: seconds between two heartbeats of a worker, a launcher or an agent."""
@@ -100,8 +100,18 @@ class Launch(Struct, frozen=True):
 
     @property
     def role(self) -> str:
-        """Return the role of the member; for a standby process, the role that it can be promoted to."""
+        """Return the role of the member; for a standby process, the role that it can be promoted to.
+
+        A guest runs the program of ``[roles.rollout]`` with its settings.
+        """
+        if self.guest:
+            return "rollout"
         return role_of(TRAINER if self.standby else self.incarnation.replica)
+
+    @property
+    def guest(self) -> bool:
+        """Return whether the process is a rollout that generates only while the trainer lends it the GPUs of a node."""
+        return role_of(self.incarnation.replica) == GUEST_ROLE
 
 
 class InvalidConfig(Struct, frozen=True, tag=True):

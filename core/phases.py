@@ -67,6 +67,10 @@ BETWEEN = "between"
 """Phase of a replica outside of all phases that its role reports: usually short, but it may contain an evaluation."""
 STANDBY = "standby"
 """Phase of a standby process until it is promoted: no replica waits for it, and it need not make progress."""
+ASLEEP = "asleep"
+"""Phase of a guest that has no weights and no cache in the memory of the GPUs, until the trainer lends them."""
+LEND = "lend"
+"""Phase of a trainer whose GPUs are lent to the guests of its nodes."""
 STOPPING = "stopping"
 """Phase of a worker that has left or is leaving the run (Goodbye), while its command may go on."""
 WAIT_DATA = "wait_data"
@@ -104,6 +108,8 @@ _ALL = (
     # the store fsyncs to shared storage
     Phase("serve", uses_storage=True, useful=True, shortest=300.0, longest=inf, colour="green"),
     Phase(STANDBY, longest=inf, colour="bright_black"),
+    Phase(ASLEEP, longest=inf, colour="bright_black"),
+    Phase(LEND, waits_for="rollout", useful=True, colour="blue"),
     Phase(STOPPING, colour="magenta"),
 )
 

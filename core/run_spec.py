@@ -16,7 +16,7 @@ from .faults import Fault
 from .phases import PHASES, Phase, PhaseSpec
 from .phases import phase as declared_phase
 from .role_environment import EnvSpec
-from .types import DEFAULT_LOG_LEVEL, LogLevel, ReplicaId, Resources, role_of
+from .types import DEFAULT_LOG_LEVEL, GUEST_ROLE, TRAINER, LogLevel, ReplicaId, Resources, role_of
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
 """The weight transports. Each one is implemented in the module of that name in ``rrl.transport.weights``."""
@@ -60,7 +60,7 @@ class RoleTraits(Struct, frozen=True):
 
 
 ROLE_TRAITS: dict[RoleKind, RoleTraits] = {
-    "trainer": RoleTraits(("starting", "wait_data", "train", "checkpoint", "publish", "between"), trains=True),
+    "trainer": RoleTraits(("starting", "wait_data", "lend", "train", "checkpoint", "publish", "between"), trains=True),
     "rollout": RoleTraits(
         ("starting", "wait_weights", "loading_weights", "wait_work", "generate", "between"),
         gets_weights=True,
@@ -81,6 +81,10 @@ ROLE_TRAITS: dict[RoleKind, RoleTraits] = {
 
 NO_TRAITS = RoleTraits()
 """The traits of agents and standby processes."""
+GUEST_TRAITS = msgspec.structs.replace(
+    ROLE_TRAITS["rollout"], phases=(*ROLE_TRAITS["rollout"].phases, "asleep"), may_be_displaced=False, may_shrink=False
+)
+"""The traits of guests."""
 
 
 class RoleSpec(Struct, frozen=True):
@@ -499,6 +503,9 @@ class TagsSpec(Struct, frozen=True):
 
     spare: tuple[Literal["rollout", "train"], ...] = ("train",)
     rollout: tuple[Literal["train"], ...] = ("train",)
+    trainer: tuple[Literal["rollout"], ...] = ()
+    handback: float = 5.0
+    """Time (s) within which a guest must hand the GPUs back; it is killed after this time."""
 
 
 class RewardSettings(Struct, frozen=True):
@@ -610,6 +617,8 @@ class RunSpec(Struct, frozen=True):
     def traits_of(self, replica: ReplicaId) -> RoleTraits:
         """Return the traits of a replica's role; agents and standby processes have none."""
         name = role_of(replica)
+        if name == GUEST_ROLE:
+            return GUEST_TRAITS
         return next((role.traits for role in self.roles if role.name == name), NO_TRAITS)
 
     def node_group(self, name: str) -> NodeGroup:
@@ -619,6 +628,19 @@ class RunSpec(Struct, frozen=True):
     def node_group_of(self, role: str) -> NodeGroup:
         """Return the node group whose nodes this role uses."""
         return next(group for group in self.node_groups if role in group.roles)
+
+    @property
+    def guests_on_node(self) -> int:
+        """Return how many guests each node of the trainer has: together they use all of the trainer's GPUs there."""
+        if "rollout" not in self.tags.trainer:
+            return 0
+        gpus = self.role("rollout").per_member.gpus
+        return self.role(role_of(TRAINER)).members_on_node.gpus // gpus if gpus else 1
+
+    @property
+    def guests(self) -> int:
+        """Return how many guests the run has when all of them exist."""
+        return self.guests_on_node * self.role(role_of(TRAINER)).nodes if self.guests_on_node else 0
 
     @property
     def fleet_varies(self) -> bool:

@@ -32,6 +32,12 @@ TRAINER = ReplicaId("trainer/0")
 STANDBY_ROLE = "standby"
 """The role name of a standby process, which waits on a node to be promoted to a member of the trainer."""
 
+GUEST_ROLE = "guest"
+"""The role name of a guest: a rollout on a node of the trainer, which generates while the trainer lends its GPUs."""
+
+SUPPORT_ROLES = (AGENT, STANDBY_ROLE, GUEST_ROLE)
+"""The roles that belong to nodes and are not in the job."""
+
 
 _NAME_CACHE_SIZE = 65536
 """Maximum number of parsed names in each cache. A plan for a thousand nodes parses some ten thousand names."""
@@ -51,7 +57,7 @@ def member_id(replica: ReplicaId, rank: int) -> ReplicaId:
 def gang_of(member: ReplicaId) -> ReplicaId:
     """Return the replica that ``member`` belongs to: ``trainer/0`` for ``trainer/0.3``."""
     role, _, index = member.partition("/")
-    return member if role in (AGENT, STANDBY_ROLE) else ReplicaId(f"{role}/{index.partition('.')[0]}")
+    return member if role in SUPPORT_ROLES else ReplicaId(f"{role}/{index.partition('.')[0]}")
 
 
 def is_trainer(replica: ReplicaId) -> bool:
@@ -60,14 +66,14 @@ def is_trainer(replica: ReplicaId) -> bool:
 
 
 def is_support(replica: ReplicaId) -> bool:
-    """Return whether the replica is an agent or a standby process, which only support the roles of the job."""
-    return role_of(replica) in (AGENT, STANDBY_ROLE)
+    """Return whether the replica is an agent, a standby process or a guest, which only support the roles of the job."""
+    return role_of(replica) in SUPPORT_ROLES
 
 
 def rank_of(member: ReplicaId) -> int:
     """Return the rank of a member within its gang; 0 for a single process."""
     role, _, index = member.partition("/")
-    return 0 if role in (AGENT, STANDBY_ROLE) else int(index.partition(".")[2] or 0)
+    return 0 if role in SUPPORT_ROLES else int(index.partition(".")[2] or 0)
 
 
 @lru_cache(maxsize=_NAME_CACHE_SIZE)
@@ -82,6 +88,11 @@ def standby_id(node: NodeName, slot: int | None = None) -> ReplicaId:
     The id is ``standby/<node>``, or ``standby/<node>:<slot>`` if there may be several on the node.
     """
     return replica_id(STANDBY_ROLE, node if slot is None else f"{node}:{slot}")
+
+
+def guest_id(node: NodeName, slot: int | None = None) -> ReplicaId:
+    """Return the id of a guest on ``node``; with a ``slot`` if there may be several."""
+    return replica_id(GUEST_ROLE, node if slot is None else f"{node}:{slot}")
 
 
 def index_of(replica: ReplicaId) -> str:

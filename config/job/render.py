@@ -33,13 +33,14 @@ def as_toml(job: Job) -> str:
         sampling = sampling.model_copy(update={"late": None})
     elif sampling.staleness == 0 and sampling.ahead > 0:  # the default of `ahead` would be rejected
         sampling = sampling.model_copy(update={"ahead": None})
+    tags = job.tags if job.tags.trainer else job.tags.model_copy(update={"handback": None})  # must not be set then
     filled = job.model_copy(
         update={
             "cluster": cluster,
             "sampling": sampling,
             "model": model,
             "roles": job.roles if job.task is not None else None,
-            "tags": job.tags if job.task is not None else None,
+            "tags": tags if job.task is not None else None,
         }
     )
     return "\n".join(_table(filled, ())).strip() + "\n"

@@ -139,7 +139,7 @@ class RolloutRole(Role):
     """Samples answers with the newest weights that the rollout has received."""
 
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """Number of replicas; 0 only if a further pool generates ([rollouts.NAME])."""
+    """Number of replicas; 0 only if a further pool generates ([rollouts.NAME]), or the trainer's nodes ([tags])."""
     exclusive: bool = True
     """Give each replica whole nodes that no other role uses."""
     engine: Annotated[str, AfterValidator(named_in(ENGINES, "engine"))] = _ROLLOUT.engine

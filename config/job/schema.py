@@ -18,7 +18,7 @@ from ...core import run_spec
 from ...core.faults import MANAGER
 from ...core.phases import PHASES
 from ...core.run_spec import DeltaSetting, WeightsSetting
-from ...core.types import AGENT, STANDBY_ROLE
+from ...core.types import SUPPORT_ROLES
 from ..import_paths import TRACKERS
 from ..prompt_file import SUFFIXES
 from .base import Duration, Function, OptionalSize, OptionalTime, SbatchOptions, Size, Strings, Table, Time, mistake
@@ -39,6 +39,7 @@ _HEALTH = run_spec.HealthSpec()
 _MODEL = run_spec.ModelSpec()
 _TASK = run_spec.TaskSpec()
 _SAMPLING = run_spec.SamplingSpec()
+_TAGS = run_spec.TagsSpec()
 _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
@@ -84,7 +85,7 @@ def _extra_names(extras: dict[str, ExtraTable]) -> dict[str, ExtraTable]:
 
 
 def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
-    reserved = (*Roles.model_fields, AGENT, STANDBY_ROLE, MANAGER, *RESERVED_GROUPS)
+    reserved = (*Roles.model_fields, *SUPPORT_ROLES, MANAGER, *RESERVED_GROUPS)
     for name in roles:
         if name in reserved:
             raise ValueError(f"{name!r} is reserved by rrl; choose another name for your role")
@@ -97,6 +98,12 @@ def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
 def _tags_of_rollouts(tags: Any) -> Any:
     if isinstance(tags, list) and "rollout" in tags:
         raise ValueError('"rollout" has no effect: every node has the tag of its own role; remove it')
+    return tags
+
+
+def _tags_of_trainer(tags: Any) -> Any:
+    if isinstance(tags, list) and "train" in tags:
+        raise ValueError('"train" has no effect: every node has the tag of its own role; remove it')
     return tags
 
 
@@ -417,6 +424,12 @@ class TagsTable(Table):
     )
     """Further work of the nodes of [roles.rollout]. "train": they keep standby processes of the trainer, if it has
     fewer spares than nodes; the trainer takes such a node if no spare is left."""
+    trainer: Annotated[tuple[Literal["rollout"], ...], Field(strict=False), BeforeValidator(_tags_of_trainer)] = (
+        _TAGS.trainer
+    )
+    """Further work of the trainer's nodes. "rollout": they generate while the trainer waits for data (docs/tags.md)."""
+    handback: Time = _TAGS.handback
+    """Time within which a rollout on a node of the trainer must give the GPUs back; it is killed after this time."""
 
 
 class Job(Table):

@@ -32,6 +32,8 @@ from .schema import Job, PhaseTable, SamplingTable, TaskTable
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
 (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
+MAX_GUEST_MEMORY = 0.9
+"""Largest ``gpu_memory_utilization`` of vLLM on GPUs of the trainer, which keeps its CUDA context and communicators."""
 _PROMPTS_BYTES = 32 * 2**20
 """Bytes of a batch that are reserved for its prompts (one per group, 4 bytes per token), because the lengths of the
 prompts are not known yet."""
@@ -49,6 +51,7 @@ def check(job: Job) -> None:
     """
     _work(job)
     _pools(job)
+    _lending(job)
     _task(job.task, ("task",))
     _eval(job)
     _checkpoint_steps(job)
@@ -419,8 +422,11 @@ def _pools(job: Job) -> None:
         raise mistake(("roles", "rollout", "replicas"), text)
     for name, pool in job.rollouts.items():
         _pool(job, ("rollouts", name), pool)
-    if not job.roles.rollout.replicas and not job.rollouts:
-        text = "no rollout would generate; write at least 1, or add a pool [rollouts.NAME]"
+    if not job.roles.rollout.replicas and not job.rollouts and "rollout" not in job.tags.trainer:
+        text = (
+            "no rollout would generate; write at least 1, add a pool [rollouts.NAME], or let the trainer's nodes"
+            ' generate: trainer = ["rollout"] in [tags]'
+        )
         raise mistake(("roles", "rollout", "replicas"), text)
     if len(elastic) > 1:
         text = f"a run has one elastic pool, and [rollouts.{elastic[0]}] is elastic; write a number"
@@ -428,6 +434,35 @@ def _pools(job: Job) -> None:
     if "rollout" in (job.tags.spare or ()) and job.cluster.form != "pool":
         text = f'"rollout" has no effect: form = "{job.cluster.form}" has no spare nodes; remove this key'
         raise mistake(("tags", "spare"), text)
+
+
+def _lending(job: Job) -> None:
+    """Check that the trainer can lend its GPUs to rollouts, if the job asks for it."""
+    at, trainer, rollout = ("tags", "trainer"), job.roles.trainer, job.roles.rollout
+    if "rollout" not in job.tags.trainer:
+        if "handback" in job.tags.model_fields_set:
+            raise mistake(("tags", "handback"), 'has no effect without trainer = ["rollout"]; remove this key')
+        return
+    for name, role in (("trainer", trainer), ("rollout", rollout)):
+        if role.command is not None:
+            raise mistake(at, f"needs the built-in {name}, but [roles.{name}] has a command; remove one of the two")
+    if job.recovery.policy != "role":
+        raise mistake(at, f'"rollout" needs [recovery] policy = "role", not "{job.recovery.policy}"; remove this key')
+    if not job.sampling.stream:
+        raise mistake(at, '"rollout" needs [sampling] stream = true: only between two steps in parts is time to lend')
+    gpus = trainer.gpus * trainer.ranks_per_node
+    if bool(gpus) != bool(rollout.gpus) or (gpus and gpus % rollout.gpus):
+        text = (
+            f"{rollout.gpus} does not divide the {gpus} GPUs that the trainer has on a node"
+            " ([roles.trainer] gpus x ranks_per_node), which its guests share; write a divisor"
+        )
+        raise mistake(("roles", "rollout", "gpus"), text)
+    share = rollout.vllm.get("gpu_memory_utilization")
+    if rollout.engine == "vllm" and isinstance(share, float) and share > MAX_GUEST_MEMORY:
+        text = f"{share:g} leaves too little memory to what the trainer keeps while it lends its GPUs"
+        raise mistake(
+            ("roles", "rollout", "vllm", "gpu_memory_utilization"), f"{text}; lower it to {MAX_GUEST_MEMORY:g}"
+        )
 
 
 def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:

@@ -306,7 +306,19 @@ class NewestVersion(Struct, frozen=True, tag=True):
     """The processes that serve it, together with those that serve the same versions, and these versions."""
 
 
-Answer = Leased | Scoring | Done | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion
+class Balance(Struct, frozen=True, tag=True):
+    """Answer to :class:`AwaitBalance`."""
+
+    short_s: float
+    """Time (s) by which the step is not balanced; 0 if the trainer can train it without a wait. inf if nothing is known
+    yet."""
+    alone_s: float
+    """Time (s) that the rollouts without the guests need for the tokens of a step; inf if there are none."""
+
+
+Answer = (
+    Leased | Scoring | Done | PartBound | NotReady | Denied | CommittedState | StoredMetrics | NewestVersion | Balance
+)
 
 
 # ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -423,6 +435,21 @@ class GetCommitted(Request[CommittedState], frozen=True, tag=True):
 
     Afterwards no older incarnation of this trainer can commit.
     """
+
+
+class AwaitBalance(Request[Balance], frozen=True, tag=True):
+    """Request of a trainer that has trained no part of step ``number`` yet, and could lend its GPUs.
+
+    The step is balanced if what is missing will be complete by the time that what is there has been trained
+    (:mod:`.steps.forecast`). Answered with :class:`Balance` as soon as the step is balanced, at the latest after
+    ``wait`` seconds; or with :class:`Denied`. ``train_s`` is the time (s) that the trainer needs for a step, and
+    ``back_s`` the time until it can train after it takes the GPUs back; both are 0 as long as they are not known.
+    """
+
+    number: int
+    train_s: float
+    back_s: float
+    wait: float = 0.0
 
 
 class GetMetrics(Request[StoredMetrics], frozen=True, tag=True):

@@ -213,7 +213,8 @@ POOL = "[rollouts.a]\n"
         (
             "[roles.rollout]\nreplicas = 0\n",
             2,
-            "roles.rollout.replicas: no rollout would generate; write at least 1, or add a pool [rollouts.NAME]",
+            "roles.rollout.replicas: no rollout would generate; write at least 1, add a pool [rollouts.NAME], or let"
+            ' the trainer\'s nodes generate: trainer = ["rollout"] in [tags]',
         ),
         # the nodes
         (
