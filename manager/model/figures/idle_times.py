@@ -172,8 +172,9 @@ def _point(times: IdleTimes, at: float) -> Point:
         point = roles.get(role, RolePoint())
         ns, lent = dict(point.ns), point.lent_ns
         for time in spent:
-            lent += time.ns if time.phase == LEND else 0
-            ns[time.idle_cause] = ns.get(time.idle_cause, 0) + time.ns
+            is_lent = time.phase == LEND  # then its GPUs work, although it may wait for the store
+            cause, lent = "" if is_lent else time.idle_cause, lent + time.ns * is_lent
+            ns[cause] = ns.get(cause, 0) + time.ns
         roles[role] = RolePoint(ns, point.done + done, lent)
     return Point(at, roles, times.trained_tokens)
 

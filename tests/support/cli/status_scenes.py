@@ -138,7 +138,7 @@ def lending() -> Story:
     story.launches("guest/n2", "n2").joins("guest/n2", "asleep")
     for minute in range(1, 11):
         readings = [
-            story.reading("trainer/0", train=37.8 * minute, lend=20.4 * minute, wait_data=1.8 * minute),
+            story.reading("trainer/0", train=37.8 * minute, lend__store=20.4 * minute, wait_data=1.8 * minute),
             story.reading("guest/n2", done=37_742 * minute, asleep=39.6 * minute, generate=20.4 * minute),
             *(story.reading(f"rollout/{n}", done=42_000 * minute, generate=60 * minute) for n in (0, 1)),
         ]
