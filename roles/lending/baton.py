@@ -79,6 +79,9 @@ class Building(Struct, frozen=True, tag=True):
 class Asleep(Struct, frozen=True, tag=True):
     """Holder to leader: the engine sleeps, and the address will be free at once."""
 
+    wake_s: float | None
+    """Seconds from ``Yours`` until the guest could generate; None if it was asked back before."""
+
 
 class Taken(Struct, frozen=True):
     """What happened when a leader took the baton."""
@@ -91,6 +94,8 @@ class Taken(Struct, frozen=True):
     killed: bool
     """Whether a guest was killed because it did not give the baton back in time."""
     wait_s: float
+    wake_s: float | None
+    """Seconds for which the guest woke (:attr:`Asleep.wake_s`); None if it did not say."""
 
 
 def baton_name(run: str, node: NodeName, slot: int, secret: bytes) -> str:
@@ -163,7 +168,8 @@ class LeaderBaton(_Side):
         self._lent: tuple[Incarnation, UnixConnection] | None = None
         self._holder: UnixConnection | None = None
         """The connection to another process that holds the address."""
-        self._said_asleep = False
+        self._asleep: Asleep | None = None
+        """What the holder said since the baton was last lent."""
         self._building_until = 0.0
 
     @property
@@ -177,6 +183,12 @@ class LeaderBaton(_Side):
         """Whether the guest has built its engine, so that it can generate within the time of a hand-over."""
         sleeping = self._newest()
         return sleeping is not None and sleeping.built
+
+    @property
+    def lent_to(self) -> Incarnation | None:
+        """The guest to which the baton is lent; None once the guest has ended, or the baton was taken."""
+        lent = self._lent
+        return None if lent is None or lent[1].broken else lent[0]
 
     def take(self, handback_s: float, stopping: Callable[[], bool]) -> Taken:
         """Block until this process holds the baton, or until ``stopping`` returns True.
@@ -219,7 +231,7 @@ class LeaderBaton(_Side):
                 self._bind()
                 continue
             del self._sleeping[connection]
-            self._lent, self._said_asleep = (said.incarnation, connection), False
+            self._lent, self._asleep = (said.incarnation, connection), None
             return said.incarnation
         return None
 
@@ -231,7 +243,7 @@ class LeaderBaton(_Side):
         try:
             while not self._bind():
                 if stopping():
-                    return Taken(False, False, killed, self._loop.time() - began)
+                    return Taken(False, False, killed, self._loop.time() - began, None)
                 if asking is None or asking.done():
                     never_lent = False
                     asking = asyncio.create_task(self._ask_back())
@@ -248,8 +260,9 @@ class LeaderBaton(_Side):
             if self._listener is not None and self._lent is not None:
                 self._lent[1].abort()
                 self._lent = None
-        clean = not killed and (never_lent or self._said_asleep)
-        return Taken(True, clean, killed, self._loop.time() - began)
+        asleep = self._asleep
+        clean = not killed and (never_lent or asleep is not None)
+        return Taken(True, clean, killed, self._loop.time() - began, asleep.wake_s if asleep else None)
 
     async def _ask_back(self) -> None:
         """Ask the holder for the baton, and read its answers until it ends the connection."""
@@ -261,8 +274,8 @@ class LeaderBaton(_Side):
             await authenticate(connection, self._key, dialled=True)
             await send_message(connection, Back())
             while True:
-                if isinstance(await receive_message(connection, Building | Asleep, None), Asleep):
-                    self._said_asleep = True
+                if isinstance(said := await receive_message(connection, Building | Asleep, None), Asleep):
+                    self._asleep = said
                 else:
                     self._building_until = self._loop.time()
         except TransportError:
@@ -304,8 +317,9 @@ class GuestBaton(_Side):
     def __init__(self, run: str, node: NodeName, slot: int, secret: bytes, incarnation: Incarnation) -> None:
         super().__init__(run, node, slot, secret)
         self._incarnation = incarnation
-        self.built = False
-        """Whether the engine is built; set by the guest. Until then the leader does not kill a guest that is awake."""
+        self._built = False
+        self._ours_at = 0.0
+        self._wake_s: float | None = None
         self._ours, self._back = threading.Event(), threading.Event()
         self._released = asyncio.Event()
         self._leaders: set[Connection] = set()
@@ -326,6 +340,11 @@ class GuestBaton(_Side):
                 self._following.result()
         return False
 
+    def ready(self) -> None:
+        """Report that the engine can generate. Until the first call the leader does not kill a guest that is awake."""
+        self._built = True
+        self._wake_s = self._loop.time() - self._ours_at
+
     def give_back(self) -> None:
         """Tell the leader that the engine sleeps, and free the address; to be called only while the baton is held."""
         self._run(self._release())
@@ -336,7 +355,7 @@ class GuestBaton(_Side):
                 connection = await dial_unix(self._name)
                 try:
                     await authenticate(connection, self._key, dialled=True)
-                    await send_message(connection, Sleeping(self._incarnation, self.built))
+                    await send_message(connection, Sleeping(self._incarnation, self._built))
                     await receive_message(connection, Yours, None)
                     if self._bind():  # else a new leader was faster
                         await self._hold(connection)
@@ -348,6 +367,7 @@ class GuestBaton(_Side):
     async def _hold(self, leader: Connection) -> None:
         self._released.clear()
         self._back.clear()
+        self._ours_at, self._wake_s = self._loop.time(), None
         self._ours.set()
         ended = asyncio.create_task(self._wait_for_end(leader))
         try:
@@ -369,7 +389,7 @@ class GuestBaton(_Side):
         self._back.set()
         try:
             while self._listener is not None:
-                if not self.built:
+                if not self._built:
                     await send_message(connection, Building())
                 await asyncio.sleep(_BUILDING_INTERVAL_S)
         finally:
@@ -378,7 +398,7 @@ class GuestBaton(_Side):
     async def _release(self) -> None:
         for connection in list(self._leaders):
             with contextlib.suppress(TransportError):
-                await send_message(connection, Asleep())
+                await send_message(connection, Asleep(self._wake_s))
             connection.abort()
         self._leaders.clear()
         self._ours.clear()

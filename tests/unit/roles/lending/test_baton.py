@@ -33,13 +33,14 @@ from rrl.core.types import Incarnation
 from rrl.roles.lending.baton import GuestBaton
 run, node, replica, number, how = sys.argv[1:]
 baton = GuestBaton(run, node, 0, bytes.fromhex(os.environ["SECRET"]), Incarnation(replica, int(number)))
-baton.built = how != "slow"
+if how != "slow":
+    baton.ready()
 print("up", flush=True)
 while baton.wait_until_ours(lambda: False):
     print("ours", flush=True)
-    if not baton.built:
+    if how == "slow":
         time.sleep(1.5)
-        baton.built = True
+    baton.ready()
     while not baton.back_requested or how == "deaf":
         time.sleep(0.001)
     baton.give_back()
@@ -125,11 +126,14 @@ def test_a_guest_has_the_baton_only_while_it_is_lent(scene: Scene) -> None:
     leader = scene.lent(guest)
     for _ in range(20):
         assert leader.guest is None
+        assert leader.lent_to == guest.incarnation
         taken = leader.take(FOREVER_S, never)
         guest.says("asleep")
         assert taken.held
         assert taken.clean
         assert not taken.killed
+        assert taken.wake_s is not None
+        assert leader.lent_to is None
         wait_until(lambda: leader.guest == guest.incarnation)
         assert leader.guest_has_engine
         assert leader.lend(ME, anyone) == guest.incarnation
@@ -159,6 +163,7 @@ def test_a_killed_holder_frees_the_baton_but_its_memory_is_not_known_to_be_free(
     guest = scene.guest()
     leader = scene.lent(guest)
     guest.process.kill()
+    wait_until(lambda: leader.lent_to is None)
     taken = leader.take(FOREVER_S, never)
     assert taken.held
     assert not taken.clean
@@ -186,6 +191,8 @@ def test_the_time_to_give_back_begins_after_the_build_of_the_engine(scene: Scene
     guest.says("asleep")
     assert taken.clean
     assert taken.wait_s > 0.5
+    assert taken.wake_s is not None
+    assert taken.wake_s >= 1.5
     wait_until(lambda: leader.guest_has_engine)
 
 
