@@ -3,10 +3,10 @@
 :func:`environment` returns the environment with which a role loads this module (``lent_gpu/sitecustomize.py``); no code
 of the product knows it. It changes methods of the classes in :data:`_CHANGES` once their modules are imported:
 
-- One flock a node stands for the memory. It is held by whoever has tensors resident, and is taken without waiting at
-  the first load of a trainer or of a guest's engine, at each restore and each wake, and released at each drop and sleep.
-  Each use of the tensors checks that this process has it. A process that cannot take it, or uses what it does not have,
-  writes a line into ``violations`` and ends. All events go to ``events``, for tests to wait for.
+- One flock a node stands for the memory. It is held by whoever has tensors resident: taken without waiting at the first
+  load of a trainer or of a guest's engine, at each restore and each wake, and released at each drop and sleep. Each use
+  of the tensors checks that this process has it. A process that cannot take it, or uses what it does not have, writes a
+  line into ``violations`` and ends. All events go to ``events``, for tests to wait for.
 - A test may let a process fail at an event (:func:`plant`).
 - An engine's step and a part of the trainer take at least as long as the pace demands, as in benchmarks/_pace.py.
 
@@ -226,13 +226,27 @@ def _learner(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
     kind.__init__, kind.open, kind.add, kind.close = first_load, checked_open, paced_add, checked_close
 
 
-def _lender(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
-    raise NotImplementedError
+def _lending(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
+    kind = module.DeviceState
+    drop, restore = kind.drop, kind.restore
+
+    def releasing_drop(self: Any, *args: Any, **settings: Any) -> None:
+        memory.note("drop")
+        drop(self, *args, **settings)
+        memory.release("dropped")
+
+    def taking_restore(self: Any, *args: Any, **settings: Any) -> None:
+        memory.take("restore")
+        restore(self, *args, **settings)
+        memory.note("restored")
+
+    kind.drop, kind.restore = releasing_drop, taking_restore
 
 
 _CHANGES: dict[str, Callable[[ModuleType, _Memory, _Pace], None]] = {
     "rrl.roles.rollout.torch_engine": _engine,
     "rrl.roles.trainer.learner": _learner,
+    "rrl.roles.trainer.lending": _lending,
 }
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rrl.core.types import GUEST_ROLE, TRAINER, NodeName, ReplicaId, guest_id, member_id
+from rrl.core.types import TRAINER, Incarnation, NodeName, guest_id, member_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import Replica, State, Status
+from rrl.roles.trajectories.durable.log import read_frames
+from rrl.roles.trajectories.durable.records import SegmentsAppended, decode
 from rrl.tests.support import fake_gpu
 from rrl.tests.support.roles.trainer.replayed import KeptLogs, assert_bit_equal
 from rrl.tests.support.runs import check_sound, submit_here
@@ -122,35 +126,47 @@ class LendingRun:
     def wait(self, condition: Callable[[State], Any]) -> State:
         return self.test.wait(condition, WAIT_S)
 
-    def wait_event(self, event: str, *, by: str = "", since: float = 0.0, times: int = 1) -> dict[str, Any]:
-        """Wait until an event has happened ``times`` times since a moment; ``by`` begins the name of its process."""
-        found: list[dict[str, Any]] = []
+    def happened(self, event: str, *, by: str = "", since: float = 0.0, times: int = 1) -> bool:
+        """Return whether an event has happened ``times`` times since then; ``by`` begins the name of its process."""
+        found = [
+            one
+            for one in fake_gpu.events(self.gpu)
+            if one["event"] == event and one["who"].startswith(by) and one["at"] > since
+        ]
+        return len(found) >= times
 
-        def happened(_: State) -> bool:
-            found[:] = [
-                one
-                for one in fake_gpu.events(self.gpu)
-                if one["event"] == event and one["who"].startswith(by) and one["at"] > since
-            ]
-            return len(found) >= times
+    def wait_event(self, event: str, *, by: str = "", since: float = 0.0, times: int = 1) -> None:
+        self.wait(lambda _: self.happened(event, by=by, since=since, times=times))
 
-        self.wait(happened)
-        return found[times - 1]
+    def wait_unmanaged(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition while no manager writes the journal."""
+        until = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < until, fake_gpu.events(self.gpu)[-20:]
+            time.sleep(0.1)
 
     def wait_awake(self, since: float = 0.0) -> NodeName:
-        """Wait until a guest generates on lent GPUs; return its node."""
-        while True:
-            self.wait_event("wake", by=GUEST_ROLE, since=since)
-            if awake := self.awake():
-                return awake[0]
-            time.sleep(0.02)
+        """Wait until a guest that woke after ``since`` generates on lent GPUs; return its node."""
+        found: list[NodeName] = []
 
-    def awake(self) -> list[NodeName]:
-        """Return the nodes whose guests are awake now."""
-        newest: dict[str, str] = {}
-        for one in fake_gpu.events(self.gpu):
-            newest[one["node"]] = one["event"] if one["who"].startswith(GUEST_ROLE) else f"trainer {one['event']}"
-        return [NodeName(node) for node, event in newest.items() if event in ("wake", "build")]
+        def awake(state: State) -> bool:
+            found[:] = self.awake(state, since)
+            return bool(found)
+
+        self.wait(awake)
+        return found[0]
+
+    def awake(self, state: State, since: float = 0.0) -> list[NodeName]:
+        """Return the nodes whose current guests have been awake since a moment after ``since``."""
+        newest = {one["node"]: one for one in fake_gpu.events(self.gpu)}
+        return [
+            NodeName(node)
+            for node, one in newest.items()
+            if one["event"] in ("wake", "build")
+            and one["at"] > since
+            and (guest := state.replicas.get(guest_id(NodeName(node)))) is not None
+            and (one["who"], guest.status) == (str(guest.incarnation), Status.JOINED)
+        ]
 
     # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
     def guest(self, node: NodeName) -> Replica:
@@ -166,16 +182,50 @@ class LendingRun:
     def trainer_incarnations(self) -> int:
         return self.test.state().replica(TRAINER).incarnation_number
 
-    def guests_are_back(self, replica: ReplicaId, number: int) -> State:
-        """Wait until an incarnation of a guest after ``number`` has joined."""
+    def wait_performed(self, planted: Path) -> None:
+        """Wait until a process has failed as :func:`fake_gpu.plant` wanted."""
+        self.wait(lambda _: not planted.exists())
+
+    def trainer_returns(self, number: int) -> State:
+        """Wait for this incarnation of the trainer; no other may come before it."""
+        state = self.wait(lambda state: state.replica(TRAINER).incarnation_number >= number)
+        assert self.trainer_incarnations() == number
+        return state
+
+    def guest_returns(self, before: Replica) -> None:
+        """Wait until a guest's incarnation after ``before`` has joined."""
 
         def joined(state: State) -> bool:
-            one = state.replicas.get(replica)
-            return one is not None and one.incarnation_number > number and one.status is Status.JOINED
+            one = state.replica(before.id)
+            return one.incarnation_number > before.incarnation_number and one.status is Status.JOINED
 
-        return self.wait(joined)
+        self.wait(joined)
+
+    @contextmanager
+    def managed(self) -> Iterator[None]:
+        """Start another manager, after the first has died."""
+        with self.test.call("manage", self.test.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            yield
+
+    def resume(self, job: Path, steps: int) -> None:
+        """Resume the run with another job.toml, until this step."""
+        argv = ("resume", self.test.run.id, "--job", str(job), "--steps", str(steps))
+        with self.test.call(*argv, stdout=subprocess.DEVNULL) as process:
+            assert process.wait(WAIT_S) == 0
+        self.test.wait_resumed()
+        self.steps = steps
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def cancel(self) -> State:
+        """Cancel the run, and check everything that must hold whatever was killed."""
+        process = self.test.call("cancel", self.test.run.id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        shown, _ = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, shown
+        state = self.test.wait_end(WAIT_S)
+        assert state.outcome == "cancelled", state.why
+        self.check()
+        return state
+
     def finish(self) -> State:
         """Wait for the end, and check everything that must hold whatever was killed."""
         state = self.test.wait_end(2 * WAIT_S)
@@ -190,6 +240,20 @@ class LendingRun:
         check_sound(self.test.run)
         self._logs.__exit__()
         assert_bit_equal(self.test.run, self._logs.folder, self._ranks)
+
+    def continued_by_others(self, dead: Incarnation) -> list[int]:
+        """Return the trajectories that ``dead`` began, and that others went on with; from the kept logs."""
+        begun, continued = set[int](), set[int]()
+        for path in sorted(self._logs.folder.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+            for record in map(decode, read_frames(path)):
+                if not isinstance(record, SegmentsAppended):
+                    continue
+                trajectories = {segment.trajectory for segment in record.segments}
+                if record.incarnation == dead:
+                    begun |= trajectories - set(record.finished)
+                else:
+                    continued |= trajectories & begun
+        return sorted(continued)
 
     def commits(self) -> list[ev.StepCommitted]:
         return [one.event for one in self.test.events() if isinstance(one.event, ev.StepCommitted)]

@@ -1,4 +1,4 @@
-"""Installs the double of a GPU in each built-in role whose PYTHONPATH names this folder (rrl.tests.support.fake_gpu)."""
+"""Installs the double of a GPU in each process whose PYTHONPATH names this folder (rrl.tests.support.fake_gpu)."""
 
 from rrl.tests.support import fake_gpu
 

@@ -1,4 +1,4 @@
-"""A task that an untrained model solves in part, so that the rewards of a group differ and each step changes weights."""
+"""A task that an untrained model solves in part: the rewards of a group differ, so each step changes the weights."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not list it
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -123,7 +124,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _train(run: RunDir, logs: Path, folder: Path, ranks: int, rank: int) -> None:
     spec = read_run_spec(run.run_spec)
     torch.set_num_threads(spec.trainer.threads)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    store = FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     gang = Gang(rank, ranks, mesh=init_device_mesh("cpu", (ranks,)), control_group=dist.new_group(backend="gloo"))
     learner = _learner(spec, gang)
     parts, commit = trained_parts(logs, spec.sampling.max_new_tokens)
