@@ -17,6 +17,7 @@ from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from ...core.faults import Fault
 from ...core.run_spec import RunSpec
 from ...core.types import (
+    GUEST_ROLE,
     Cause,
     Finding,
     GpuUse,
@@ -480,8 +481,13 @@ class State(Struct, frozen=True, dict=True):
     # ── computed once for each state that is asked ───────────────────────────────────────────────────────────────────
     @cached_property
     def workers(self) -> tuple[Replica, ...]:
-        """Return the members of the job's roles, without agents and standby processes."""
+        """Return the members of the job's roles, without agents, standby processes and guests."""
         return tuple(replica for replica in self.replicas.values() if not is_support(replica.id))
+
+    @cached_property
+    def guests(self) -> tuple[Replica, ...]:
+        """Return the rollouts on nodes of the trainer."""
+        return tuple(replica for replica in self.replicas.values() if replica.role == GUEST_ROLE)
 
     @cached_property
     def gangs(self) -> tuple[list[Replica], ...]:
