@@ -357,7 +357,7 @@ class Lender:
             self._train_s.append(spent)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step: for how long it lent (s), and the cost of a hand-over (s) once it is known."""
+        """Return the metrics of the step: for how long it lent (s), and the cost of a hand-over (s) if known."""
         return {"lent_s": self._lent_s} | ({"lend_cost_s": median(self._cost_s)} if self._cost_s else {})
 
     def until_evaluated(self) -> None:
