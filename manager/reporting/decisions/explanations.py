@@ -33,6 +33,7 @@ from ...model.actions import (
     StopStep,
     Undrain,
     Why,
+    WithdrawGuests,
 )
 from .expectations import Arrival, Expectations, Result
 
@@ -257,6 +258,7 @@ _WORDS: dict[type, str] = {
     Shrink: "release single nodes",
     Fence: "replace",
     Resize: "resize",
+    WithdrawGuests: "go on without guests",
     Exclude: "stop using",
     Readmit: "use again",
     RestartAll: "restart the whole run",
