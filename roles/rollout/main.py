@@ -125,12 +125,7 @@ def generate_when_lent(me: rrl.Worker, build: Callable[[], Engine]) -> None:
 
 
 def _generate(
-    me: rrl.Worker,
-    engine: Engine,
-    probe: _EngineProbe,
-    appends: _Appends,
-    leases: _Leases,
-    ended: Callable[[], bool],
+    me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _Appends, leases: _Leases, ended: Callable[[], bool]
 ) -> None:
     """Generate until no work is left or the end is requested; lease more work as soon as there are free slots."""
     while engine.has_work and not ended():
