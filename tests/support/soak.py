@@ -4,8 +4,8 @@ The first runs have light workers on the local cluster: manager, steps, agents, 
 real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The next run has torch
 roles on the local cluster, and its trainer lends its nodes: this program kills and stops members of the trainer,
 guests, the store and the manager at random, while tests/support/fake_gpu.py checks that never two processes have
-tensors resident on a node; at the end, weights and moments must be those of a training that was never interrupted. The last
-runs have the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults were
+tensors resident on a node; at the end, weights and moments must be those of a training that was never interrupted. The
+last runs have the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults were
 injected, and is then cancelled. A run that ends earlier has failed. If a manager is killed on the local cluster, the
 program starts another one, as Slurm would.
 
