@@ -68,10 +68,10 @@ MAX_REWARD_DIFFERENCE, MIN_MULTIPLEXED = 0.05, 0.97
 MAX_HANDBACK_S, MAX_RECOVERY = 0.3, 1.1
 MAX_TRAINER_LATE_S = TagsSpec().handback + 1.0
 OTHERS = """\
-Others, over other baselines (docs/sources.md, field):
-  BiDiRL       1.37, 1.31, 1.19, 1.05, 1.01 at staleness 0, .5, 1, 2, 4; over a disaggregated job on 4 + 12 nodes
-  verl         -12.6 % and -15.3 % seconds a step (1.14, 1.18); over its own trainer without the switch, on Ray
-  SeamlessFlow claims no idle time; over colocated jobs, without streaming"""
+Others, over other baselines (docs/sources.md):
+  BiDiRL       1.37, 1.31, 1.19, 1.05, 1.01 tokens/s at staleness 0, .5, 1, 2, 4, lent over not; 4 + 12 GPUs
+  verl         -12.6 % time over itself without lending (24 H100), -15.3 % over its best static split (32 H20); on Ray
+  SeamlessFlow claims twice the tokens/s and -62 % time over verl, setup unknown"""
 
 Cell = tuple[float, int]
 
