@@ -259,7 +259,7 @@ def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple
 
 
 def launch_due_at(state: State, replica: Replica, now: float) -> float:
-    """Return the manager's time (s) at which an agent, a standby process or a guest is due for launch; inf while it runs.
+    """Return the manager's time (s) at which an agent, standby process or guest is due for launch; inf while it runs.
 
     A process that failed too often waits until its oldest failure has left the recovery window.
     """
@@ -280,10 +280,10 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Two kinds of steps get no grace: the steps of standby processes and guests, and the steps that must end before a replica is
-    launched. Of a gang, the latter are the steps of its own earlier incarnations (its state is in the snapshots), and
-    the steps on the nodes in ``targets``, where it is to be launched. Of another replica, they are the steps of
-    rollouts that have left its node to it.
+    Two kinds of steps get no grace: the steps of standby processes and guests, and the steps that must end before a
+    replica is launched. Of a gang, the latter are the steps of its own earlier incarnations (its state is in the
+    snapshots), and the steps on the nodes in ``targets``, where it is to be launched. Of another replica, they are the
+    steps of rollouts that have left its node to it.
     """
     stops: list[StopStep] = []
     wake = NEVER
