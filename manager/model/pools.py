@@ -104,7 +104,7 @@ class LendingFigures(Struct, frozen=True):
     guests_at_work: int
     """Guests that have joined, asleep or not; in a run that has ended, those that ever had."""
     guests: int
-    """Guests that the run has if all of them exist."""
+    """Guests that the run has if all of them exist; 0 if it goes on without guests."""
     guest_tokens: float
     """Share of the generated tokens that guests generated (0 to 1)."""
 
@@ -121,7 +121,7 @@ def lending_figures(state: State) -> LendingFigures | None:
         round(lent_share(now, before, role_of(TRAINER)), 4),
         state.metrics.get(LEND_COST),
         sum(one.status is Status.JOINED for one in state.guests) if state.outcome is None else ever,
-        state.job.guests,
+        0 if state.guests_withdrawn else state.job.guests,
         round(done[0] / sum(done), 4) if sum(done) else 0.0,
     )
 
