@@ -14,9 +14,9 @@ only when it is complete, but each chunk is served to other processes as soon as
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
 chains in the order of their names, guests last, since they are stopped without notice: each receiver requests from the
-receiver before it in the chain. The first receivers (heads) of the first two chains request from the publisher. The head of each later chain requests from the last receiver
-(tail) of an earlier chain; each tail serves at most two heads. So the publisher sends a version at most twice, for any
-number of receivers, and a late receiver pulls from a neighbour.
+receiver before it in the chain. The first receivers (heads) of the first two chains request from the publisher. The
+head of each later chain requests from the last receiver (tail) of an earlier chain; each tail serves at most two heads.
+So the publisher sends a version at most twice, for any number of receivers, and a late receiver pulls from a neighbour.
 """
 
 from __future__ import annotations
