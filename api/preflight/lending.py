@@ -22,8 +22,9 @@ def lending_text(spec: RunSpec) -> str:
         return ""
     rollouts = sum(role.replicas for role in spec.kind("rollout"))
     beside = f"multiplexed: {plural(rollouts, 'rollout')}, and" if rollouts else "colocated: no rollout of its own, but"
-    nodes = plural(spec.role(role_of(TRAINER)).nodes, "node")
-    lines = [f"layout       {beside} {plural(spec.guests_on_node, 'guest')} on each of {nodes} of the trainer"]
+    nodes = spec.role(role_of(TRAINER)).nodes
+    where = f"each of {nodes} nodes" if nodes > 1 else "the node"
+    lines = [f"layout       {beside} {plural(spec.guests_on_node, 'guest')} on {where} of the trainer"]
     if (needed := _host_bytes(spec)) is None:
         lines.append("host memory  unknown: this machine does not have the model")
     else:

@@ -89,9 +89,9 @@ class _Memory:
         self._folder, self._held = folder, False
         self._lock = os.open(folder / f"gpu.{self.node}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def note(self, event: str) -> None:
+    def note(self, event: str, **further: float) -> None:
         """Record an event, and fail if a test wants it."""
-        line = json.dumps({"at": time.time(), "who": self.who, "node": self.node, "event": event}) + "\n"
+        line = json.dumps({"at": time.time(), "who": self.who, "node": self.node, "event": event, **further}) + "\n"
         with (self._folder / "events").open("a") as file:
             file.write(line)
         planted = self._folder / f"plant.{event}.{self.node}"
@@ -243,7 +243,21 @@ def _lending(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
     kind.drop, kind.restore = releasing_drop, taking_restore
 
 
+def _baton(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
+    kind = module.LeaderBaton
+    take = kind.take
+
+    def noted_take(self: Any, *args: Any, **settings: Any) -> Any:
+        memory.note("take")
+        taken = take(self, *args, **settings)
+        memory.note("taken", took=taken.wait_s, clean=taken.clean, killed=taken.killed)
+        return taken
+
+    kind.take = noted_take
+
+
 _CHANGES: dict[str, Callable[[ModuleType, _Memory, _Pace], None]] = {
+    "rrl.roles.lending.baton": _baton,
     "rrl.roles.rollout.torch_engine": _engine,
     "rrl.roles.trainer.learner": _learner,
     "rrl.roles.trainer.lending": _lending,

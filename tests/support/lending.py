@@ -238,6 +238,10 @@ class LendingRun:
         self.test.wait_gone(60.0)
         assert fake_gpu.violations(self.gpu) == []
         check_sound(self.test.run)
+        self.check_trained()
+
+    def check_trained(self) -> None:
+        """Check that the committed state is that of a gang that never lent and was never interrupted, bit for bit."""
         self._logs.__exit__()
         assert_bit_equal(self.test.run, self._logs.folder, self._ranks)
 

@@ -11,8 +11,8 @@ class UnevenTask:
         return str(index % 10) * 4
 
     def score(self, index: int, text: str) -> tuple[float, float]:
-        """Return the share of even digits, which does not depend on the length."""
-        reward = sum(digit in "02468" for digit in text) / max(1, len(text))
+        """Return the share of even digits, so that there is nothing to gain from longer or shorter answers."""
+        reward = sum(digit in "02468" for digit in text) / len(text) if text else 0.5
         return reward, reward
 
 
