@@ -655,6 +655,7 @@ class RunSpec(Struct, frozen=True):
         sampling, ahead = self.sampling, self.sampling.ahead
         if self.fleet_varies:
             places = sum(self.most_replicas(r) * self.rollouts[r.name].lease for r in self.kind("rollout"))
+            places += self.guests * self.rollouts["rollout"].lease if self.guests else 0
             trajectories = sampling.prompts_per_step * sampling.group_size
             ahead = batches_ahead(ahead, sampling.staleness, trajectories, places)
         return ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2

@@ -8,26 +8,28 @@ docs/architecture/trajectories.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.run_spec import ExtraSpec, batches_ahead
-from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer
+from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
 from .durable.log import DurableState
 from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
 from .episodes.rules import Episodes, EpisodeSettings
-from .leases import Membership, ScoringQueue, WorkQueue
+from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
+    Balance,
     By,
     CommittedState,
     Denied,
@@ -81,6 +83,7 @@ class Store:
         extras: The extras of each segment, by name (``[sampling.extras]``).
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
+        rollout_roles: Names of the roles that generate beside the guests.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -109,7 +112,9 @@ class Store:
         extras: Mapping[str, ExtraSpec] | None = None,
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
+        rollout_roles: Collection[str] = ("rollout",),
     ) -> None:
+        self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
         raised_to = staleness if fleet_varies else None
@@ -253,7 +258,7 @@ class Store:
         leased_before = () if holding is None else self._work.leases.leased_to(incarnation) - set(holding)
         again = sorted(leased_before)[:at_most]
         tracks = [self._state.answers[trajectory] for trajectory in again]
-        self._work.requested(incarnation, at_most, weights, open_until)
+        self._work.requested(incarnation, at_most, weights, now, open_until)
         shared = False
         while len(tracks) < at_most and not shared:
             self._create_groups(weights)
@@ -354,6 +359,11 @@ class Store:
         if times := self._work.appended(incarnation, new, ends, now):
             self._durable.write(times)
         return Done()
+
+    def hand_over(self, incarnation: Incarnation) -> None:
+        """End all leases of a rollout, so that other rollouts continue its trajectories."""
+        self._work.hand_over(incarnation)
+        self.evaluations.hand_over(incarnation)
 
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
@@ -505,9 +515,55 @@ class Store:
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest and not self._staleness.wait_for_late:
-            self._drop_untrainable()
+        if self._state.latest != latest:
+            self._work.step_bound()
+            if not self._staleness.wait_for_late:
+                self._drop_untrainable()
         return answer
+
+    def balance(
+        self, incarnation: Incarnation, number: int, train_s: float, back_s: float, *, lent: bool
+    ) -> Balance | Denied:
+        """Return whether a step of which the trainer has trained nothing is balanced (:mod:`.steps.forecast`).
+
+        ``lent`` is whether the trainer has lent its GPUs.
+        """
+        if rejection := self._check_trainer(incarnation):
+            return rejection
+        outlook = self._bindings.outlook(number)
+        if isinstance(outlook, Denied):
+            return outlook
+        size, missing, has_part = outlook
+        if number > self.evaluations.last_step:
+            missing = 0
+        evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
+        answers, has_work = 0, self._has_work_for_guests()
+        if not evaluated:
+            answers, is_free = self.evaluations.unfinished(number - 1, lambda one: one is None or is_guest(one))
+            has_work = has_work or is_free
+        pace = self._work.tokens_per_second() / per_group if (per_group := self._state.tokens_per_group) else None
+        step = Outlook(
+            size=size,
+            there=size - missing,
+            has_part=has_part,
+            missing=missing,
+            evaluation=answers / self._group_size,
+            evaluated=evaluated,
+            has_rollouts=any(role_of(one.replica) in self._rollout_roles for one in self._membership.current),
+            pace=pace,
+            has_work=has_work,
+        )
+        return balance(step, train_s, back_s, lent=lent)
+
+    def _has_work_for_guests(self) -> bool:
+        """Return whether guests have leases, or could lease trajectories with the newest weights."""
+        if any(self._work.leases.leased_to(one) for one in self._membership.current if is_guest(one)):
+            return True
+        newest = self.newest_version
+        weights = self._state.latest if newest is None else newest.version.step
+        first = self._work.first()
+        may_begin = self._may_begin_group and self._staleness.allows(None, weights)
+        return may_begin or (first is not None and self._staleness.allows(first.group, weights))
 
     def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
         """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""

@@ -25,6 +25,12 @@ class _Engine(Struct):
     """Step of the engine's weights, according to its last request."""
     open_until: float = -inf
     """Time (s) until which the engine's request for work is open."""
+    worked_until: float | None = None
+    """Time (s) up to which ``work_s`` counts: the last append, or the last request of an engine that ran nothing."""
+    work_s: float = 0.0
+    """Time (s) that the engine has worked, from leases to appends; earlier steps count less."""
+    tokens: float = 0.0
+    """Number of tokens that it has appended in this time."""
 
 
 class Engines:
@@ -45,12 +51,21 @@ class Engines:
         """Number of answers that all engines together can run."""
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
-    def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
-        """Record that an engine with the weights of step ``weights`` requests work for ``free`` places.
+    def requested(
+        self,
+        engine: Incarnation,
+        free: int,
+        weights: int | None = None,
+        open_until: float = -inf,
+        now: float | None = None,
+    ) -> None:
+        """Record that an engine with the weights of step ``weights`` requests work for ``free`` places at ``now`` (s).
 
         The request is open until the time ``open_until`` (s).
         """
         entry = self._engine(engine)
+        if not self._running(engine):
+            entry.worked_until = now
         before, entry.places = entry.places, len(self._running(engine)) + free
         self.places += entry.places - before
         entry.weights, entry.open_until = weights, open_until
@@ -66,9 +81,13 @@ class Engines:
 
         Returns the observations of the engine's times that follow from the append. The caller must record them.
         """
-        observed = Observed()
+        observed, entry = Observed(), self._engine(engine)
         if now is not None:
-            observed = self._engine(engine).appends.appended(tokens, max(1, len(self._running(engine))), now)
+            observed = entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
+            if entry.worked_until is not None:
+                entry.work_s += now - entry.worked_until
+                entry.tokens += sum(count for _, count in tokens)
+            entry.worked_until = now
         self.released(engine, ended)
         return observed
 
@@ -76,10 +95,20 @@ class Engines:
         """Record that an engine no longer runs these trajectories."""
         self._engine(engine).appends.ended(trajectories)
 
+    def step_bound(self) -> None:
+        """Record that a step was bound: what engines have done before counts half from now on."""
+        for entry in self._engines.values():
+            entry.work_s, entry.tokens = entry.work_s / 2, entry.tokens / 2
+
     def retain(self, current: frozenset[Incarnation]) -> None:
         """Forget all engines that are not current."""
         self._engines = {engine: entry for engine, entry in self._engines.items() if engine in current}
         self.places = sum(entry.places for entry in self._engines.values())
+
+    def tokens_per_second(self, counts: Callable[[Incarnation], bool]) -> float:
+        """Return how many tokens the engines for which ``counts`` is true make together in a second of work."""
+        known = (entry for engine, entry in self._engines.items() if entry.work_s and counts(engine))
+        return sum(entry.tokens / entry.work_s for entry in known)
 
     # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def open_places(self, without: Incarnation, now: float | None) -> dict[Incarnation, int]:
