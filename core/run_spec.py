@@ -646,7 +646,8 @@ class RunSpec(Struct, frozen=True):
     def fleet_varies(self) -> bool:
         """Return whether the job has rollouts beyond those of ``[roles.rollout]``, for which ``ahead`` may rise."""
         rollouts = self.kind("rollout")
-        return len(rollouts) > 1 or any(self.most_replicas(role) > role.replicas for role in rollouts)
+        more = any(self.most_replicas(role) > role.replicas for role in rollouts)
+        return more or len(rollouts) > 1 or self.guests > 0
 
     @property
     def steps_in_store(self) -> int:

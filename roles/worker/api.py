@@ -452,11 +452,14 @@ class Worker:
         publish_part(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def new_weights(self) -> NewWeights | None:
-        """Return the newest complete version, or None if the previous call returned it already. Never blocks."""
+    def new_weights(self, *, again: bool = False) -> NewWeights | None:
+        """Return the newest complete version, or None if the previous call returned it already. Never blocks.
+
+        With ``again`` it is returned in any case, for an engine that has freed its weights.
+        """
         self._connection.probes.answer()
         stored = self._connection.weights.current()
-        if stored is None or stored.manifest.version == self._loaded:
+        if stored is None or (stored.manifest.version == self._loaded and not again):
             return None
         self._loaded = stored.manifest.version
         return NewWeights(stored)
