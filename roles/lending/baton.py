@@ -2,8 +2,8 @@
 
 The baton is an abstract Unix address. It is held by being bound, so at most one process holds it, and the kernel frees
 it when its holder ends. The name depends on the run's secret, both ends check each other's user, and both authenticate.
-Python's sockets are closed at exec; a process that forks without exec while it holds the baton would pass it on for
-ever, so neither side forks.
+Python closes sockets at exec. A child that was forked without exec would keep the baton for ever, so it closes the
+socket itself.
 
 The leader (the member of the trainer with the lowest rank on the node) holds the baton from its start on. A guest that
 sleeps stays connected to it: its connection begins with :class:`Sleeping`. To lend, the leader frees the address and
@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -112,6 +113,7 @@ class _Side:
         self._key = derive_key(secret, f"baton {node} {slot}")
         self._acceptor = Acceptor(self._key, self._serve)
         self._listener: UnixListener | None = None
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rrl-baton", daemon=True)
         self._thread.start()
@@ -130,6 +132,10 @@ class _Side:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _close_in_child(self) -> None:
+        if self._listener is not None:
+            self._listener.close_socket()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
