@@ -214,7 +214,7 @@ def test_guests_that_never_start_leave_the_run_alone() -> None:
     world.steady()
     for step in range(1, 4):
         at_step(world, step).wait(300.0)
-    assert world.decided(Finish) == world.decided(RestartAll) == []
+    assert (world.decided(Finish), world.decided(RestartAll)) == ([], [])
     assert fences(world) == []
 
 
@@ -260,7 +260,7 @@ def test_essential_guest_has_the_budget_of_rollouts_and_another_one_goes_on_with
         world.wait(70.0)
     assert [rung for _, rung in of_guests(world)] == [*[Rung.IN_PLACE] * budget, Rung.DEGRADED]
     assert guests(world) == {G3: N3}
-    assert world.decided(Finish) == world.decided(RestartAll) == []
+    assert (world.decided(Finish), world.decided(RestartAll)) == ([], [])
 
 
 def test_last_essential_guest_that_keeps_failing_restarts_the_run_and_then_ends_it() -> None:
@@ -282,7 +282,7 @@ def test_lost_node_of_the_only_essential_guest_ends_no_run() -> None:
     (node,) = guests(world).values()
     world.lose_node(node)
     world.wait(300.0)
-    assert world.decided(Finish) == world.decided(RestartAll) == []
+    assert (world.decided(Finish), world.decided(RestartAll)) == ([], [])
     assert len(guests(world)) == 1
     assert node not in guests(world).values()
 
