@@ -90,7 +90,7 @@ class Taken(Struct, frozen=True):
     held: bool
     """False only if the leader was asked to stop before it held the baton."""
     clean: bool
-    """Whether the memory is known to be free: nobody else has had the baton, or the guest said that it sleeps.
+    """Whether the memory is known to be free: nobody else has had the baton, or the guest message that it sleeps.
     Otherwise the memory of an ended process may be freed only after some seconds."""
     killed: bool
     """Whether a guest was killed because it did not give the baton back in time."""
@@ -175,7 +175,7 @@ class LeaderBaton(_Side):
         self._holder: UnixConnection | None = None
         """The connection to another process that holds the address."""
         self._asleep: Asleep | None = None
-        """What the holder said since the baton was last lent."""
+        """What the holder message since the baton was last lent."""
         self._building_until = 0.0
 
     @property
@@ -217,9 +217,9 @@ class LeaderBaton(_Side):
     async def _serve(self, connection: Connection) -> None:
         """Keep the connection of a guest that sleeps until it ends."""
         assert isinstance(connection, UnixConnection)
-        said = await receive_message(connection, Sleeping | Back)
-        if isinstance(said, Sleeping):
-            self._sleeping[connection] = said
+        message = await receive_message(connection, Sleeping | Back)
+        if isinstance(message, Sleeping):
+            self._sleeping[connection] = message
         try:  # a leader of another incarnation waits for the end of this process
             await receive_message(connection, Asleep, None)
         finally:
@@ -227,8 +227,8 @@ class LeaderBaton(_Side):
 
     async def _lend(self, leader: Incarnation, accept: Callable[[Incarnation], bool]) -> Incarnation | None:
         assert self._listener is not None, "only the holder lends"
-        for connection, said in sorted(self._sleeping.items(), key=lambda each: -each[1].incarnation.number):
-            if connection.broken or not accept(said.incarnation):
+        for connection, message in sorted(self._sleeping.items(), key=lambda each: -each[1].incarnation.number):
+            if connection.broken or not accept(message.incarnation):
                 continue
             self._unbind()
             try:
@@ -237,8 +237,8 @@ class LeaderBaton(_Side):
                 self._bind()
                 continue
             del self._sleeping[connection]
-            self._lent, self._asleep = (said.incarnation, connection), None
-            return said.incarnation
+            self._lent, self._asleep = (message.incarnation, connection), None
+            return message.incarnation
         return None
 
     async def _take(self, handback_s: float, stopping: Callable[[], bool]) -> Taken:
@@ -280,8 +280,8 @@ class LeaderBaton(_Side):
             await authenticate(connection, self._key, dialled=True)
             await send_message(connection, Back())
             while True:
-                if isinstance(said := await receive_message(connection, Building | Asleep, None), Asleep):
-                    self._asleep = said
+                if isinstance(message := await receive_message(connection, Building | Asleep, None), Asleep):
+                    self._asleep = message
                 else:
                     self._building_until = self._loop.time()
         except TransportError:
