@@ -90,7 +90,7 @@ class Taken(Struct, frozen=True):
     held: bool
     """False only if the leader was asked to stop before it held the baton."""
     clean: bool
-    """Whether the memory is known to be free: nobody else has had the baton, or the guest message that it sleeps.
+    """Whether the memory is known to be free: nobody else has had the baton, or the guest reported that it sleeps.
     Otherwise the memory of an ended process may be freed only after some seconds."""
     killed: bool
     """Whether a guest was killed because it did not give the baton back in time."""
@@ -175,7 +175,7 @@ class LeaderBaton(_Side):
         self._holder: UnixConnection | None = None
         """The connection to another process that holds the address."""
         self._asleep: Asleep | None = None
-        """What the holder message since the baton was last lent."""
+        """What the holder reported since the baton was last lent."""
         self._building_until = 0.0
 
     @property
