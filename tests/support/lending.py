@@ -28,6 +28,9 @@ TAU = (0.04, 0.0)
 """Seconds of a token. The rollouts alone need several times as long for a step as the trainer."""
 TOKEN_S = 0.001
 
+WINDOW = 'window = "5s"'
+"""Within the window, a guest that fails again is left out; the tests let guests fail one after the other."""
+
 
 def job(
     gpu: Path,
@@ -39,7 +42,7 @@ def job(
     warm: bool = False,
     tags: str = 'trainer = ["rollout"]',
     sampling: str = "staleness = 1",
-    recovery: str = "",
+    recovery: str = WINDOW,
     extra: str = "",
     tau: tuple[float, float] = TAU,
     token_s: float = TOKEN_S,
