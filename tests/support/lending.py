@@ -148,24 +148,24 @@ class LendingRun:
             assert time.monotonic() < until, fake_gpu.events(self.gpu)[-20:]
             time.sleep(0.1)
 
-    def wait_awake(self, since: float = 0.0) -> NodeName:
-        """Wait until a guest that woke after ``since`` generates on lent GPUs; return its node."""
+    def wait_awake(self, since: float = 0.0, but: NodeName | None = None) -> NodeName:
+        """Wait until a guest generates that woke after ``since``; return its node, which is not ``but``."""
         found: list[NodeName] = []
 
         def awake(state: State) -> bool:
-            found[:] = self.awake(state, since)
+            found[:] = [node for node in self.awake(state, since) if node != but]
             return bool(found)
 
         self.wait(awake)
         return found[0]
 
     def awake(self, state: State, since: float = 0.0) -> list[NodeName]:
-        """Return the nodes whose current guests have been awake since a moment after ``since``."""
+        """Return the nodes whose current guests generate, and began after ``since``."""
         newest = {one["node"]: one for one in fake_gpu.events(self.gpu)}
         return [
             NodeName(node)
             for node, one in newest.items()
-            if one["event"] in ("wake", "build")
+            if one["event"] == "generates"
             and one["at"] > since
             and (guest := state.replicas.get(guest_id(NodeName(node)))) is not None
             and (one["who"], guest.status) == (str(guest.incarnation), Status.JOINED)
