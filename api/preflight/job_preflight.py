@@ -34,7 +34,7 @@ from ...manager.bootstrap.preview import WorstCase, most_jobs, preview, worst_ca
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from .job_folder import folder_doubts
-from .lending import lending_doubt
+from .layouts import lending_doubt
 from .local_machine import (
     listens_on_loopback,
     metrics_problem,

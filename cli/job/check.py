@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ...api.preflight.job_folder import unimportable_modules
 from ...api.preflight.job_preflight import checked, with_location
-from ...api.preflight.lending import lending_text
+from ...api.preflight.layouts import lending_text
 from ...api.preflight.notifications import notifications_text
 from ...cluster.traits import traits_of
 from ...config.job.document import JobDocument, parse_setting

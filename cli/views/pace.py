@@ -70,6 +70,8 @@ def lent_text(lending: LendingFigures) -> str:
 
 def guests_text(lending: LendingFigures) -> str:
     """Return how many guests have joined, and their share of the generated tokens."""
+    if not lending.guests:
+        return "goes on without guests (rrl explain)"
     return f"guests {lending.guests_at_work} of {lending.guests}, {percent(lending.guest_tokens)} of the tokens"
 
 

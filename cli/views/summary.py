@@ -12,6 +12,7 @@ from rich.text import Text
 from ...api.watching.run_state import RunState
 from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
+from ...core.types import GUEST_ROLE
 from ...manager.model.pools import LendingFigures
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import OUTCOME_COLOUR, grid, number, plain_table, stage
@@ -97,7 +98,8 @@ def _pool_text(pool: dict[str, Any]) -> str:
     hours, budget, rate = (pool.get(key) for key in ("node_hours", "budget_node_hours", "tokens_per_node_hour"))
     of = "" if budget is None else f" of {budget:.3g}"
     each = "" if rate is None else f", {rate:,.0f} in each"
-    return f"{pool.get('pool')} {pool.get('tokens') or 0:,} tokens in {hours or 0:.3g}{of} node hours{each}"
+    tokens = f"{pool.get('pool')} {pool.get('tokens') or 0:,} tokens"
+    return tokens if pool.get("pool") == GUEST_ROLE else f"{tokens} in {hours or 0:.3g}{of} node hours{each}"
 
 
 def _agents(summary: dict[str, Any]) -> Text | None:

@@ -102,9 +102,9 @@ class LendingFigures(Struct, frozen=True):
     hand_over_s: float | None
     """Time (s) that lending and taking back cost together, as of the newest step; None if it is not known yet."""
     guests_at_work: int
-    """Guests that have joined, asleep or not."""
+    """Guests that have joined, asleep or not; in a run that has ended, those that ever had."""
     guests: int
-    """Guests that the run has if all of them exist."""
+    """Guests that the run has if all of them exist; 0 if it goes on without guests."""
     guest_tokens: float
     """Share of the generated tokens that guests generated (0 to 1)."""
 
@@ -116,11 +116,12 @@ def lending_figures(state: State) -> LendingFigures | None:
     now, before = state.idle_times.now, state.idle_times.before if state.outcome is None else START
     names = (GUEST_ROLE, *(role.name for role in state.job.kind("rollout")))
     done = [now.roles.get(name, RolePoint()).done - before.roles.get(name, RolePoint()).done for name in names]
+    ever = sum(role_of(id) == GUEST_ROLE for id in state.idle_times.newest)
     return LendingFigures(
         round(lent_share(now, before, role_of(TRAINER)), 4),
         state.metrics.get(LEND_COST),
-        sum(one.status is Status.JOINED for one in state.guests),
-        state.job.guests,
+        sum(one.status is Status.JOINED for one in state.guests) if state.outcome is None else ever,
+        0 if state.guests_withdrawn else state.job.guests,
         round(done[0] / sum(done), 4) if sum(done) else 0.0,
     )
 

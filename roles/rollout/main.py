@@ -88,8 +88,8 @@ def run(me: rrl.Worker, engine: Engine, baton: GuestBaton | None = None) -> None
 def generate_when_lent(me: rrl.Worker, build: Callable[[], Engine]) -> None:
     """Generate as a guest: whenever the trainer lends the GPUs of this slot, until the manager requests a stop.
 
-    The engine is built when the GPUs are lent for the first time; before, this process has nothing on a GPU. Weights are
-    received in any case. If the engine cannot sleep or wake, the exception ends the process, and with it what it holds.
+    The engine is built when the GPUs are lent for the first time; before, this process has nothing on a GPU. Weights
+    are received at all times. An exception of the engine ends the process, and with it what it holds.
     """
     engine: Engine | None = None
     baton: GuestBaton | None = None
@@ -114,7 +114,8 @@ def generate_when_lent(me: rrl.Worker, build: Callable[[], Engine]) -> None:
                 engine = build()
                 _update_weights(me, engine, _EngineProbe(engine), again=True)
                 engine.sleep()  # an engine that does not survive this must not get work
-        engine.wake()
+        with me.phase("loading_weights"):
+            engine.wake()
         run(me, engine, baton)
         engine.sleep()
         baton.give_back()

@@ -226,22 +226,19 @@ class WorkQueue:
         """Number of trajectories that all current rollouts together can work on, according to their requests."""
         return self._engines.places
 
-    def requested(
-        self, incarnation: Incarnation, free: int, weights: int | None, now: float | None, open_until: float
-    ) -> None:
-        """Record that a rollout with the weights of step ``weights`` requests work for ``free`` places at ``now`` (s).
+    def requested(self, incarnation: Incarnation, free: int, weights: int | None, open_until: float) -> None:
+        """Record that a rollout with the weights of step ``weights`` requests work for ``free`` places.
 
         The request is open until the time ``open_until`` (s).
         """
-        self._engines.requested(incarnation, free, weights, open_until, now)
+        self._engines.requested(incarnation, free, weights, open_until)
 
-    def step_bound(self) -> None:
-        """Record that a step was bound (:meth:`.dispatch.engines.Engines.step_bound`)."""
-        self._engines.step_bound()
+    def tokens_per_second(self, answers: int) -> float:
+        """Return how many tokens the rollouts beside the guests make in a second of full work; 0 if it is not known.
 
-    def tokens_per_second(self) -> float:
-        """Return how many tokens the rollouts beside the guests make in a second of work; 0 if it is not known."""
-        return self._engines.tokens_per_second(lambda engine: not is_guest(engine))
+        At most ``answers`` trajectories are extended at the same time.
+        """
+        return self._engines.tokens_per_second(lambda engine: not is_guest(engine), answers)
 
     def lease(
         self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None

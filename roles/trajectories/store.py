@@ -258,7 +258,7 @@ class Store:
         leased_before = () if holding is None else self._work.leases.leased_to(incarnation) - set(holding)
         again = sorted(leased_before)[:at_most]
         tracks = [self._state.answers[trajectory] for trajectory in again]
-        self._work.requested(incarnation, at_most, weights, now, open_until)
+        self._work.requested(incarnation, at_most, weights, open_until)
         shared = False
         while len(tracks) < at_most and not shared:
             self._create_groups(weights)
@@ -310,8 +310,11 @@ class Store:
     @property
     def _may_create_group(self) -> bool:
         """True if fewer groups are unbound than allowed; the groups that the open step lacks are always allowed."""
-        most = (self._batches_ahead(self._work.places) + 1) * self._per_batch
-        return self._state.unbound < max(most, self._bindings.lacking)
+        return self._state.unbound < max(self._most_unbound, self._bindings.lacking)
+
+    @property
+    def _most_unbound(self) -> int:
+        return (self._batches_ahead(self._work.places) + 1) * self._per_batch
 
     def create_group(self) -> bool:
         """Create a group if the limits allow it, offer its trajectories to rollouts, and return True if created."""
@@ -515,10 +518,8 @@ class Store:
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest:
-            self._work.step_bound()
-            if not self._staleness.wait_for_late:
-                self._drop_untrainable()
+        if self._state.latest != latest and not self._staleness.wait_for_late:
+            self._drop_untrainable()
         return answer
 
     def balance(
@@ -534,14 +535,15 @@ class Store:
         if isinstance(outlook, Denied):
             return outlook
         size, missing, has_part = outlook
-        if number > self.evaluations.last_step:
-            missing = 0
         evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
         answers, has_work = 0, self._has_work_for_guests()
+        if number > self.evaluations.last_step:
+            missing, has_work = 0, False
         if not evaluated:
             answers, is_free = self.evaluations.unfinished(number - 1, lambda one: one is None or is_guest(one))
             has_work = has_work or is_free
-        pace = self._work.tokens_per_second() / per_group if (per_group := self._state.tokens_per_group) else None
+        tokens_per_s = self._work.tokens_per_second(self._most_unbound * self._group_size)
+        per_group = self._state.tokens_per_group
         step = Outlook(
             size=size,
             there=size - missing,
@@ -550,7 +552,7 @@ class Store:
             evaluation=answers / self._group_size,
             evaluated=evaluated,
             has_rollouts=any(role_of(one.replica) in self._rollout_roles for one in self._membership.current),
-            pace=pace,
+            pace=tokens_per_s / per_group if per_group else None,
             has_work=has_work,
         )
         return balance(step, train_s, back_s, lent=lent)

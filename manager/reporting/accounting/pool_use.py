@@ -42,7 +42,8 @@ def pool_uses(state: State, now: float) -> list[PoolUse]:
     guests = [_use_of_guests(state)] if GUEST_ROLE in state.idle_times.now.roles else []
     if len(pools) < 2 and not guests and len(worked) <= sum(role.replicas * role.ranks for role in pools):
         return []
-    return [*(_use(state, role, now) for role in pools), *guests]
+    uses = [_use(state, role, now) for role in pools if state.job.most_replicas(role) or not guests]
+    return [*uses, *guests]
 
 
 def _use_of_guests(state: State) -> PoolUse:

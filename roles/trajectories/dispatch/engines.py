@@ -13,7 +13,7 @@ from math import inf
 from msgspec import Struct, field
 
 from ....core.types import Incarnation
-from .token_times import AppendTimes, Observed, TokenTimes
+from .token_times import MAX_RUNNING, AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, share
 
 
@@ -25,12 +25,6 @@ class _Engine(Struct):
     """Step of the engine's weights, according to its last request."""
     open_until: float = -inf
     """Time (s) until which the engine's request for work is open."""
-    worked_until: float | None = None
-    """Time (s) up to which ``work_s`` counts: the last append, or the last request of an engine that ran nothing."""
-    work_s: float = 0.0
-    """Time (s) that the engine has worked, from leases to appends; earlier steps count less."""
-    tokens: float = 0.0
-    """Number of tokens that it has appended in this time."""
 
 
 class Engines:
@@ -51,21 +45,12 @@ class Engines:
         """Number of answers that all engines together can run."""
 
     # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
-    def requested(
-        self,
-        engine: Incarnation,
-        free: int,
-        weights: int | None = None,
-        open_until: float = -inf,
-        now: float | None = None,
-    ) -> None:
-        """Record that an engine with the weights of step ``weights`` requests work for ``free`` places at ``now`` (s).
+    def requested(self, engine: Incarnation, free: int, weights: int | None = None, open_until: float = -inf) -> None:
+        """Record that an engine with the weights of step ``weights`` requests work for ``free`` places.
 
         The request is open until the time ``open_until`` (s).
         """
         entry = self._engine(engine)
-        if not self._running(engine):
-            entry.worked_until = now
         before, entry.places = entry.places, len(self._running(engine)) + free
         self.places += entry.places - before
         entry.weights, entry.open_until = weights, open_until
@@ -81,13 +66,9 @@ class Engines:
 
         Returns the observations of the engine's times that follow from the append. The caller must record them.
         """
-        observed, entry = Observed(), self._engine(engine)
+        observed = Observed()
         if now is not None:
-            observed = entry.appends.appended(tokens, max(1, len(self._running(engine))), now)
-            if entry.worked_until is not None:
-                entry.work_s += now - entry.worked_until
-                entry.tokens += sum(count for _, count in tokens)
-            entry.worked_until = now
+            observed = self._engine(engine).appends.appended(tokens, max(1, len(self._running(engine))), now)
         self.released(engine, ended)
         return observed
 
@@ -95,20 +76,10 @@ class Engines:
         """Record that an engine no longer runs these trajectories."""
         self._engine(engine).appends.ended(trajectories)
 
-    def step_bound(self) -> None:
-        """Record that a step was bound: what engines have done before counts half from now on."""
-        for entry in self._engines.values():
-            entry.work_s, entry.tokens = entry.work_s / 2, entry.tokens / 2
-
     def retain(self, current: frozenset[Incarnation]) -> None:
         """Forget all engines that are not current."""
         self._engines = {engine: entry for engine, entry in self._engines.items() if engine in current}
         self.places = sum(entry.places for entry in self._engines.values())
-
-    def tokens_per_second(self, counts: Callable[[Incarnation], bool]) -> float:
-        """Return how many tokens the engines for which ``counts`` is true make together in a second of work."""
-        known = (entry for engine, entry in self._engines.items() if entry.work_s and counts(engine))
-        return sum(entry.tokens / entry.work_s for entry in known)
 
     # ── deciding ───────────────────────────────────────────────────────────────────────────────────────────────────
     def open_places(self, without: Incarnation, now: float | None) -> dict[Incarnation, int]:
@@ -128,6 +99,18 @@ class Engines:
         """Return which of the waiting trajectories an engine gets, at most ``at_most``."""
         free = {other: free for other in self._engines if other != engine and (free := self._free(other)) > 0}
         return share(waiting, self._view(engine, at_most), [self._view(*other) for other in free.items()])
+
+    def tokens_per_second(self, counts: Callable[[Incarnation], bool], answers: int) -> float:
+        """Return how many tokens the engines for which ``counts`` is true make together in a second of full work.
+
+        At most ``answers`` answers run at the same time. Returns 0 as long as no times of these engines are known.
+        """
+        engines = [engine for engine, entry in self._engines.items() if entry.places and counts(engine)]
+        if not any(self._times(engine).observed for engine in engines):
+            return 0.0
+        each = max(1, answers // len(engines))
+        running = {engine: min(self._engines[engine].places, each, MAX_RUNNING) for engine in engines}
+        return sum(count / self._view(engine, 0).times[count] for engine, count in running.items())
 
     def _engine(self, engine: Incarnation) -> _Engine:
         return self._engines.setdefault(engine, _Engine())

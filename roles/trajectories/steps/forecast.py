@@ -40,7 +40,7 @@ class Outlook(Struct, frozen=True):
     has_rollouts: bool
     """Whether there are rollouts beside the guests."""
     pace: float | None
-    """Groups per second that these rollouts make while they work; None if it is not known yet."""
+    """Groups per second that these rollouts make while all their places are used; None or 0 if it is not known yet."""
     has_work: bool
     """Whether a guest could get work now, or has some."""
 

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from rrl.api.preflight.lending import lending_doubt, lending_text
+from rrl.api.preflight.layouts import lending_doubt, lending_text
 from rrl.api.preflight.local_machine import TORCH_BYTES
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
@@ -56,7 +56,7 @@ def test_host_memory_is_that_of_buffers_versions_and_processes() -> None:
     assert line.endswith("a node has 64.0 GiB")
 
 
-def test_node_without_room_for_trainer_and_guests_is_a_doubt_with_the_sum() -> None:
+def test_node_without_memory_for_trainer_and_guests_is_a_doubt_with_the_sum() -> None:
     assert lending_doubt(spec(mem="256GiB")) == []
     (doubt,) = lending_doubt(spec(mem="32GiB"))
     assert doubt.startswith("cluster.node.mem = 32GiB: trainer and guests of a node need about ")
@@ -64,11 +64,11 @@ def test_node_without_room_for_trainer_and_guests_is_a_doubt_with_the_sum() -> N
 
 
 def test_memory_of_an_unknown_model_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.api.preflight.lending.weight_count", lambda _: 0)
+    monkeypatch.setattr("rrl.api.preflight.layouts.weight_count", lambda _: 0)
     assert "host memory  unknown: this machine does not have the model" in lending_text(spec())
     assert lending_doubt(spec(mem="1GiB")) == []
 
 
-def test_what_vllm_keeps_on_the_gpus_is_said_with_vllm_only() -> None:
+def test_what_a_sleeping_guest_keeps_on_the_gpus_is_named_with_vllm_only() -> None:
     assert "GPU memory" not in lending_text(spec(gpus=1, engine="torch"))
     assert "a sleeping guest keeps 1 to 7 GiB of each GPU" in lending_text(spec())
