@@ -2,8 +2,8 @@
 
 The baton is an abstract Unix address. It is held by being bound, so at most one process holds it, and the kernel frees
 it when its holder ends. The name depends on the run's secret, both ends check each other's user, and both authenticate.
-Python's sockets are closed at exec; a process that forks without exec while it holds the baton would pass it on for
-ever, so neither side forks.
+Python closes sockets at exec. A child that was forked without exec would keep the baton for ever, so it closes the
+socket itself.
 
 The leader (the member of the trainer with the lowest rank on the node) holds the baton from its start on. A guest that
 sleeps stays connected to it: its connection begins with :class:`Sleeping`. To lend, the leader frees the address and
@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -89,7 +90,7 @@ class Taken(Struct, frozen=True):
     held: bool
     """False only if the leader was asked to stop before it held the baton."""
     clean: bool
-    """Whether the memory is known to be free: nobody else has had the baton, or the guest said that it sleeps.
+    """Whether the memory is known to be free: nobody else has had the baton, or the guest reported that it sleeps.
     Otherwise the memory of an ended process may be freed only after some seconds."""
     killed: bool
     """Whether a guest was killed because it did not give the baton back in time."""
@@ -112,6 +113,7 @@ class _Side:
         self._key = derive_key(secret, f"baton {node} {slot}")
         self._acceptor = Acceptor(self._key, self._serve)
         self._listener: UnixListener | None = None
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rrl-baton", daemon=True)
         self._thread.start()
@@ -130,6 +132,10 @@ class _Side:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _close_in_child(self) -> None:
+        if self._listener is not None:
+            self._listener.close_socket()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -169,7 +175,7 @@ class LeaderBaton(_Side):
         self._holder: UnixConnection | None = None
         """The connection to another process that holds the address."""
         self._asleep: Asleep | None = None
-        """What the holder said since the baton was last lent."""
+        """What the holder reported since the baton was last lent."""
         self._building_until = 0.0
 
     @property
@@ -211,9 +217,9 @@ class LeaderBaton(_Side):
     async def _serve(self, connection: Connection) -> None:
         """Keep the connection of a guest that sleeps until it ends."""
         assert isinstance(connection, UnixConnection)
-        said = await receive_message(connection, Sleeping | Back)
-        if isinstance(said, Sleeping):
-            self._sleeping[connection] = said
+        message = await receive_message(connection, Sleeping | Back)
+        if isinstance(message, Sleeping):
+            self._sleeping[connection] = message
         try:  # a leader of another incarnation waits for the end of this process
             await receive_message(connection, Asleep, None)
         finally:
@@ -221,8 +227,8 @@ class LeaderBaton(_Side):
 
     async def _lend(self, leader: Incarnation, accept: Callable[[Incarnation], bool]) -> Incarnation | None:
         assert self._listener is not None, "only the holder lends"
-        for connection, said in sorted(self._sleeping.items(), key=lambda each: -each[1].incarnation.number):
-            if connection.broken or not accept(said.incarnation):
+        for connection, message in sorted(self._sleeping.items(), key=lambda each: -each[1].incarnation.number):
+            if connection.broken or not accept(message.incarnation):
                 continue
             self._unbind()
             try:
@@ -231,8 +237,8 @@ class LeaderBaton(_Side):
                 self._bind()
                 continue
             del self._sleeping[connection]
-            self._lent, self._asleep = (said.incarnation, connection), None
-            return said.incarnation
+            self._lent, self._asleep = (message.incarnation, connection), None
+            return message.incarnation
         return None
 
     async def _take(self, handback_s: float, stopping: Callable[[], bool]) -> Taken:
@@ -274,8 +280,8 @@ class LeaderBaton(_Side):
             await authenticate(connection, self._key, dialled=True)
             await send_message(connection, Back())
             while True:
-                if isinstance(said := await receive_message(connection, Building | Asleep, None), Asleep):
-                    self._asleep = said
+                if isinstance(message := await receive_message(connection, Building | Asleep, None), Asleep):
+                    self._asleep = message
                 else:
                     self._building_until = self._loop.time()
         except TransportError:

@@ -32,11 +32,11 @@ GUEST_SEGMENT_TOKENS = 16
 
 def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Return the function that builds the engine as :mod:`.engine` describes it."""
+    if not me.launch.guest:
+        assigned_device(me.launch)  # a missing GPU is found before the rollout joins
     sampling = sampling_of(me)
     if me.launch.guest:
         sampling = replace(sampling, segment_tokens=min(sampling.segment_tokens, GUEST_SEGMENT_TOKENS))
-    else:
-        assigned_device(me.launch)  # a missing GPU is found before the rollout joins
 
     def build() -> Engine:
         materialise(model, assigned_device(me.launch))

@@ -535,10 +535,10 @@ class Store:
         if isinstance(outlook, Denied):
             return outlook
         size, missing, has_part = outlook
-        if number > self.evaluations.last_step:
-            missing = 0
         evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
         answers, has_work = 0, self._has_work_for_guests()
+        if number > self.evaluations.last_step:
+            missing, has_work = 0, False
         if not evaluated:
             answers, is_free = self.evaluations.unfinished(number - 1, lambda one: one is None or is_guest(one))
             has_work = has_work or is_free

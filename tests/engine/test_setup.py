@@ -120,7 +120,9 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     me = SimpleNamespace(  # no __enter__, so that joining would fail
         job=job,
         rollout=RolloutSettings("vllm", lease=16),
-        launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0, cwd=str(tmp_path)),
+        launch=SimpleNamespace(
+            incarnation=incarnation, role="rollout", guest=False, standby=False, gpus=0, cwd=str(tmp_path)
+        ),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

@@ -33,7 +33,7 @@ EVAL = """
 [eval]
 every = 2
 count = 16
-samples = 2
+samples = 1
 task = { function = "uneven_task:make" }
 """
 

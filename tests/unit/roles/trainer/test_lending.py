@@ -111,7 +111,7 @@ class _Worker(SimpleNamespace):
 
     def knows(self, *guests: Guest) -> None:
         peers = {guest.incarnation.replica: Peer(guest.incarnation) for guest in guests}
-        self.peers = Peers(1, self.peers.seq + 1, peers)
+        self.peers = Peers(1, 2, peers)
 
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
@@ -267,8 +267,8 @@ def test_gpus_are_lent_for_the_last_evaluation(scene: Callable[..., _Scene]) -> 
 
 def test_time_of_a_step_is_that_in_which_its_parts_are_used(scene: Callable[..., _Scene], monkeypatch: Any) -> None:
     one = scene(THERE)
-    clock = SimpleNamespace(monotonic=lambda: now[0])
     now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(lending, "time", clock)
     one.me.job.steps = 1
     one.me.ready = [SimpleNamespace(number=1, index=index, last=index == 1) for index in range(2)]  # type: ignore
