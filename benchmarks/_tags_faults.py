@@ -73,7 +73,7 @@ def _awake_guest(run: Started, since: float, but: NodeName | None = None) -> Nod
         found[:] = [
             NodeName(node)
             for node, one in newest.items()
-            if one["event"] == "wake"
+            if one["event"] == "generates"
             and one["at"] > since
             and node != but
             and (guest := state.replicas.get(guest_id(NodeName(node)))) is not None

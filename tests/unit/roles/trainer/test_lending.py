@@ -44,7 +44,7 @@ KNOWN = Learned(train_s=40.0, back_s=1.0, cost_s=2.0, build_s=30.0)
         pytest.param(Balance(4.1, 80.0), KNOWN, Wish(built=True), id="short by more, but not by a build"),
         pytest.param(Balance(64.1, 80.0), KNOWN, ALL, id="short by more than a build"),
         pytest.param(Balance(64.1, 40.0), KNOWN, NEVER, id="the rollouts are as fast as the trainer"),
-        pytest.param(Balance(0.1, 80.0), Learned(), ALL, id="the first hand-over is not judged"),
+        pytest.param(Balance(0.1, 80.0), Learned(), ALL, id="the first hand-overs are not judged"),
         pytest.param(Balance(0.1, 80.0), Learned(90.0), NEVER, id="the first one only if the rollouts are slower"),
         pytest.param(Balance(inf, inf), KNOWN, Wish(built=True, unbuilt=True, patient=True), id="no rollouts"),
         pytest.param(Balance(0.0, inf), KNOWN, Wish(balanced=True), id="no rollouts, and all is there"),
@@ -193,10 +193,17 @@ def test_gpus_are_lent_until_the_step_is_balanced(scene: Callable[..., _Scene]) 
     assert (guest.turns, one.done) == (1, ["drop", "restore"])
     assert one.me.asked == [0.0, 1.0, 1.0, 1.0]
     assert one.me.phases == ["wait_data", "lend"]
-    assert 0 < one.lender.metrics()["lend_cost_s"] <= one.lender.metrics()["lent_s"]
+    assert one.lender.metrics().keys() == {"lent_s"}, "the guest built its engine: no other hand-over will cost as much"
     assert one.lender._prepare(2)  # balanced
     assert one.lender.metrics()["lent_s"] == 0
-    assert guest.turns == 1
+    for number in range(3, 6):
+        assert one.lender._learned().cost_s is None
+        wait_until(lambda: any(one.batons.sleeping()))
+        one.me.balances = [LACKS, THERE]
+        assert one.lender._prepare(number)
+        assert 0 < one.lender.metrics()["lend_cost_s"] <= one.lender.metrics()["lent_s"]
+    assert one.lender._learned().cost_s == one.lender.metrics()["lend_cost_s"]
+    assert guest.turns == 4
 
 
 def test_nothing_is_dropped_for_a_guest_that_is_not_there_or_not_current(scene: Callable[..., _Scene]) -> None:
