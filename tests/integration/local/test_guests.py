@@ -51,7 +51,7 @@ def test_guests_are_where_the_trainer_is_and_leave_before_it_moves(tmp_path: Pat
         run.kill(run.guest(node))
         run.wait(lambda state: state.replica(guest_id(node)).status is Status.RETIRED)
         assert run.trainer_incarnations() == 2
-        shown = run.test.call("explain", run.test.run.id, stdout=subprocess.PIPE, text=True).communicate(timeout=120)[0]
+        shown = run.test.call("explain", run.test.run.id, stdout=subprocess.PIPE).communicate(timeout=120)[0]
         assert f"guest/{drained}#1 on {drained}" in shown.replace("\n", " ")
         assert f"go on without guest/{node}#" in shown
         run.cancel()
