@@ -317,7 +317,7 @@ def calls(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(engine, "_llm", _SleepingLlm(engine._llm, calls))  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "_sleeps", True)
-    monkeypatch.setattr(engine, "_wake_checked", False)
+    monkeypatch.setattr(engine, "_before_sleep", None)
     return calls
 
 
@@ -346,16 +346,14 @@ def test_wake_with_other_weights_ends_the_engine(engine: Engine, calls: list[Any
     engines.load(engine, 1, _B)  # another version: there is nothing to compare with
     engine.sleep()
     engine.wake()
-    with pytest.raises(RuntimeError, match=r"vLLM woke with other weights: under v1\.1 the log-probability"):
-        engines.load(engine, 1, _A)
+    with pytest.raises(RuntimeError, match=r"vLLM woke with other weights: under v0\.1 the log-probability"):
+        engines.load(engine, 0, _B)
 
 
-def test_engine_on_a_cpu_says_that_it_cannot_sleep(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        engine.sleep()
-        engine.wake()
-        engines.load(engine, 0, _A)
-    assert caplog.text.count("vLLM cannot sleep on a CPU") == 1
+def test_engine_on_a_cpu_stays_in_memory_and_works_on(engine: Engine) -> None:
+    engine.sleep()
+    engine.wake()
+    engines.load(engine, 0, _A)
     given, made = engines.items(4), Made()
     engine.add(given)
     made.to_the_end(engine)
