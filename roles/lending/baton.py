@@ -176,7 +176,8 @@ class LeaderBaton(_Side):
         """The connection to another process that holds the address."""
         self._asleep: Asleep | None = None
         """What the holder reported since the baton was last lent."""
-        self._building_until = 0.0
+        self._building_at = 0.0
+        """When the holder last reported that it builds its engine."""
 
     @property
     def guest(self) -> Incarnation | None:
@@ -253,7 +254,7 @@ class LeaderBaton(_Side):
                 if asking is None or asking.done():
                     never_lent = False
                     asking = asyncio.create_task(self._ask_back())
-                if self._loop.time() > max(due, self._building_until + handback_s):
+                if self._loop.time() > max(due, self._building_at + handback_s):
                     killed_now = self._kill_holder()
                     killed = killed or killed_now
                     due = self._loop.time() + (handback_s if killed_now else _KILL_RETRY_S)
@@ -283,7 +284,7 @@ class LeaderBaton(_Side):
                 if isinstance(message := await receive_message(connection, Building | Asleep, None), Asleep):
                     self._asleep = message
                 else:
-                    self._building_until = self._loop.time()
+                    self._building_at = self._loop.time()
         except TransportError:
             pass
         finally:

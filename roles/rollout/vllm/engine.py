@@ -23,11 +23,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from ....config.vllm_arguments import ROUTED_EXPERTS
 from ....core.types import Version
-from ....core.units import size_text
 from ...launcher.end_report import Diverged
 from ...models.policy import fitting
 from ...trajectories.types import Item, PathDigest, Segment
-from ..engine import Sampling, StepOutput
+from ..engine import IN_USE_TEXT, Sampling, StepOutput
 from ..foreign_sampling import seed_at
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
@@ -274,7 +273,7 @@ class VllmEngine:
             self._before_sleep = (self._version, self._probe_greedily())
             self._llm.sleep(level=2)
             used = max(self._llm.collective_rpc("memory_in_use"))
-            _log.info("the engine sleeps; %s of a GPU are in use by all of its processes", size_text(used))
+            _log.info(IN_USE_TEXT, used / 2**30)
         self._version = None
 
     def wake(self) -> None:
