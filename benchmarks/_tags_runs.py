@@ -150,7 +150,7 @@ spare = ["train"]
 [roles.trainer]
 ranks = {ranks}
 warm = false
-learning_rate = 3e-4
+learning_rate = 1e-4
 final_learning_rate = 1.0
 {env}
 [roles.rollout]
@@ -251,7 +251,8 @@ def hand_backs(gpu: Path) -> list[HandBack]:
 def ended(one: Started) -> Iterator[Started]:
     """Cancel a run after the block, and check it."""
     yield one
-    one.test.call("cancel", one.test.run.id, stdout=subprocess.DEVNULL).wait(RUN_TIMEOUT_S)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    one.test.call("cancel", one.test.run.id, **quiet).wait(RUN_TIMEOUT_S)
     one.test.wait_end(RUN_TIMEOUT_S)
     one.test.wait_gone(60.0)
     check_sound(one.test.run)
