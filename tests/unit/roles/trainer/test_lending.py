@@ -207,7 +207,7 @@ def test_gpus_are_lent_until_the_step_is_balanced(scene: Callable[..., _Scene]) 
 
 
 def test_nothing_is_dropped_for_a_guest_that_is_not_there_or_not_current(scene: Callable[..., _Scene]) -> None:
-    one = scene(LACKS)
+    one = scene(LACKS, LACKS, THERE)
     assert one.lender._prepare(1)
     one.guest()
     one.me.knows()
@@ -219,7 +219,7 @@ def test_trainer_without_other_rollouts_waits_for_a_guest_and_lends_again_to_its
     scene: Callable[..., _Scene],
 ) -> None:
     one = scene(Balance(inf, inf))
-    prepared = threading.Thread(target=one.lender._prepare, args=(1,))
+    prepared = threading.Thread(target=one.lender._prepare, args=(1,), daemon=True)
     prepared.start()
     first = one.guest()
     wait_until(lambda: first.turns == 1)
@@ -237,7 +237,7 @@ def test_step_goes_on_without_a_guest_that_ended_and_waits_for_its_memory_if_it_
 ) -> None:
     one = scene(LACKS)
     guest = one.guest()
-    prepared = threading.Thread(target=one.lender._prepare, args=(1,))
+    prepared = threading.Thread(target=one.lender._prepare, args=(1,), daemon=True)
     prepared.start()
     wait_until(lambda: guest.turns == 1)
     guest.end()
@@ -252,7 +252,7 @@ def test_stop_request_ends_the_iteration_without_a_restore(scene: Callable[..., 
     one = scene(Balance(inf, inf))
     guest = one.guest() if lent else None
     ended = list[list[Part]]()
-    iterating = threading.Thread(target=lambda: ended.append(list(one.lender.parts(0))))
+    iterating = threading.Thread(target=lambda: ended.append(list(one.lender.parts(0))), daemon=True)
     iterating.start()
     wait_until(lambda: guest.turns == 1 if guest else len(one.me.asked) > 1)
     one.me.stopping.set()
@@ -264,7 +264,7 @@ def test_stop_request_ends_the_iteration_without_a_restore(scene: Callable[..., 
 def test_gpus_are_lent_for_the_last_evaluation(scene: Callable[..., _Scene]) -> None:
     one = scene(Balance(inf, inf))
     guest = one.guest()
-    waiting = threading.Thread(target=one.lender.until_evaluated)
+    waiting = threading.Thread(target=one.lender.until_evaluated, daemon=True)
     waiting.start()
     wait_until(lambda: guest.turns == 1)
     one.me.balances[0] = THERE  # it is settled
@@ -300,7 +300,7 @@ def test_no_member_uses_a_gpu_before_the_leaders_have_the_batons() -> None:
         process_group._claim_gpus(me, PrefixStore("gang", store), claim)
         done.append(rank)
 
-    members = [threading.Thread(target=member, args=words) for words in enumerate(("a", "a", "b"))]
+    members = [threading.Thread(target=member, args=words, daemon=True) for words in enumerate(("a", "a", "b"))]
     for each in members:
         each.start()
     wait_until(lambda: len(claims) == 3)
