@@ -17,10 +17,9 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status
 from rrl.tests.support import fake_gpu
 
-ENDLESS = 100_000
 KILLS = 3
-LENT = Arm("multiplexed", 2.0, 1, ENDLESS)
-NOT_LENT = Arm("disaggregated", 2.0, 1, ENDLESS)
+LENT = Arm("multiplexed", 2.0, 1)
+NOT_LENT = Arm("disaggregated", 2.0, 1)
 _READY = ("wait_data", "lend", "train")
 """Phases of a trainer that has restored its state."""
 
@@ -73,7 +72,7 @@ def _awake_guest(run: Started, since: float, but: NodeName | None = None) -> Nod
         found[:] = [
             NodeName(node)
             for node, one in newest.items()
-            if one["event"] == "wake"
+            if one["event"] == "generates"
             and one["at"] > since
             and node != but
             and (guest := state.replicas.get(guest_id(NodeName(node)))) is not None

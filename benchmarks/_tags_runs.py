@@ -6,17 +6,19 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
 
 from rrl.benchmarks._pace import Tau, overrun, recorded
-from rrl.core.types import GUEST_ROLE, TRAINER, Outcome
+from rrl.core.types import GUEST_ROLE, TRAINER
 from rrl.manager.model import events as ev
+from rrl.manager.model.state import State, Status
 from rrl.tests.support import fake_gpu
 from rrl.tests.support.runs import TestRun, check_sound, submit_here
 
@@ -24,15 +26,18 @@ ROLLOUTS, RANKS = 2, 2
 """Nodes of the rollouts and of the trainer. The colocated layout has all of them as nodes of the trainer."""
 PROMPTS, GROUP_SIZE = 14, 8
 PLACES = 8
-TAU = Tau(0.012, 0.006)
-"""Seconds of a token: 60 ms with all places occupied, far more than a token takes on a busy core (3 to 10 ms)."""
+TAU = Tau(0.011, 0.0055)
+"""Seconds of a token: 55 ms with all places occupied, far more than a token takes on a busy core (3 to 10 ms)."""
 MEAN_TOKENS, MAX_TOKENS = 6.0, 32
 """Length of answers of a model without training, with six tokens of which one ends the answer. It is geometric: the
 longest of a step has five times the mean, and the rollouts have seven answers for each of their places."""
 G_S = PROMPTS * GROUP_SIZE * MEAN_TOKENS * TAU(PLACES) / PLACES / ROLLOUTS
-"""Time (s) that the rollouts alone need for a step at full throughput: 2.5 s."""
-STEPS, FIRST_STEP = 14, 5
-"""Steps of a run, and the first one that counts: before, engines are built and hand-overs are learned."""
+"""Time (s) that the rollouts alone need for a step at full throughput: 2.3 s."""
+ENDLESS = 100_000
+"""Steps of a run, which is cancelled when enough of them were counted."""
+LEARNING, COUNTED = 3, 10
+"""Steps after the start of all guests in which engines are built and hand-overs are learned, and those that count
+afterwards. In all arms of a comparison these are the same steps."""
 AHEAD = 8
 """Batches that rollouts may work ahead; only ``staleness`` limits them."""
 RUN_TIMEOUT_S = 600.0
@@ -45,7 +50,6 @@ class Arm(Struct, frozen=True):
     """``disaggregated``, ``multiplexed`` or ``colocated``."""
     ratio: float
     staleness: int
-    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -78,15 +82,18 @@ class Sample(Struct):
     ratio: float
     staleness: int
     seed: int
+    first_step: int
+    """The first step that counts."""
     step_s: list[float]
-    """Seconds between two commits, from the step before ``FIRST_STEP`` on."""
+    """Seconds of each step that counts, between two commits."""
     lent_s: list[float]
     """The metric of these steps; empty without the tag."""
     lend_cost_s: float | None
     """The hand-over that the trainer has learned in the end, both ways together."""
     rewards: list[float]
+    """Mean reward of each step that counts."""
     tokens: float
-    """Mean number of answer tokens of a step."""
+    """Mean number of answer tokens of these steps."""
     hand_backs: list[HandBack]
     overrun: dict[str, float]
     violations: int
@@ -99,8 +106,8 @@ class Sample(Struct):
 
     @property
     def reward(self) -> float:
-        """Mean reward of the last five steps."""
-        return statistics.mean(self.rewards[-5:])
+        """Mean reward of the steps that count."""
+        return statistics.mean(self.rewards)
 
 
 def job(arm: Arm, seed: int, gpu: Path, record: Path | None, *, extra: str = "") -> str:
@@ -115,7 +122,7 @@ def job(arm: Arm, seed: int, gpu: Path, record: Path | None, *, extra: str = "")
     return f"""
 [run]
 name = "tags"
-steps = {arm.steps}
+steps = {ENDLESS}
 seed = {seed}
 [cluster]
 kind = "local"
@@ -143,7 +150,8 @@ spare = ["train"]
 [roles.trainer]
 ranks = {ranks}
 warm = false
-learning_rate = 3e-4
+learning_rate = 1e-4
+final_learning_rate = 1.0
 {env}
 [roles.rollout]
 replicas = {0 if colocated else ROLLOUTS}
@@ -185,32 +193,35 @@ def start(arm: Arm, seed: int, folder: Path, *, extra: str = "") -> Started:
 def run_together(arms: Sequence[Arm], seed: int, folder: Path) -> list[Sample]:
     """Run these arms at the same time, so that they see the same load of this machine; return their results."""
     load = os.getloadavg()[0]
-    started = [start(arm, seed, folder) for arm in arms]
-    for one in started:
-        state = one.test.wait_end(RUN_TIMEOUT_S)
-        assert state.outcome is Outcome.COMPLETED, f"{one.test.run.id}: {state.outcome} {state.why}"
-    samples = []
-    for one in started:
-        one.test.wait_gone(60.0)
-        check_sound(one.test.run)
-        samples.append(sample(one, (load, os.getloadavg()[0])))
-    return samples
+    with ExitStack() as runs:
+        started = [runs.enter_context(ended(start(arm, seed, folder))) for arm in arms]
+        for one in started:
+            one.test.wait(_guests_are_there, RUN_TIMEOUT_S)
+        first = max(one.test.state().step for one in started) + LEARNING + 2  # after the step at work
+        for one in started:
+            one.test.wait(lambda state: state.step >= first + COUNTED - 1, RUN_TIMEOUT_S)
+    return [sample(one, first, (load, os.getloadavg()[0])) for one in started]
 
 
-def sample(one: Started, load: tuple[float, float]) -> Sample:
-    """Return the results of a finished run."""
+def _guests_are_there(state: State) -> bool:
+    there = sum(one.role == GUEST_ROLE and one.status is Status.JOINED for one in state.replicas.values())
+    return state.step > 0 and there == state.job.guests
+
+
+def sample(one: Started, first: int, load: tuple[float, float]) -> Sample:
+    """Return the results of a run whose steps count from ``first`` on."""
     commits = {each.event.step: each for each in one.test.events() if isinstance(each.event, ev.StepCommitted)}
-    steps = [commits[number] for number in sorted(commits)]
-    metrics = [each.event.metrics for each in steps if isinstance(each.event, ev.StepCommitted)]
-    counted = metrics[FIRST_STEP - 1 :]
+    steps = [commits[number] for number in range(first - 1, first + COUNTED)]
+    metrics = [each.event.metrics for each in steps[1:] if isinstance(each.event, ev.StepCommitted)]
     costs = [each["lend_cost_s"] for each in metrics if "lend_cost_s" in each]
     return Sample(
         one.arm.layout,
         one.arm.ratio,
         one.arm.staleness,
         one.seed,
-        step_s=[round(after.at - before.at, 3) for before, after in pairwise(steps[FIRST_STEP - 2 :])],
-        lent_s=[round(each["lent_s"], 3) for each in counted if "lent_s" in each],
+        first,
+        step_s=[round(after.at - before.at, 3) for before, after in pairwise(steps)],
+        lent_s=[round(each["lent_s"], 3) for each in metrics if "lent_s" in each],
         lend_cost_s=round(costs[-1], 4) if costs else None,
         rewards=[round(each["reward"], 4) for each in metrics],
         tokens=round(statistics.mean(each["tokens"] for each in metrics), 1),
@@ -238,11 +249,10 @@ def hand_backs(gpu: Path) -> list[HandBack]:
 
 @contextmanager
 def ended(one: Started) -> Iterator[Started]:
-    """Cancel a run at the end of the block, and check it."""
-    try:
-        yield one
-    finally:
-        one.test.call("cancel", one.test.run.id).wait(RUN_TIMEOUT_S)
+    """Cancel a run after the block, and check it."""
+    yield one
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    one.test.call("cancel", one.test.run.id, **quiet).wait(RUN_TIMEOUT_S)
     one.test.wait_end(RUN_TIMEOUT_S)
     one.test.wait_gone(60.0)
     check_sound(one.test.run)

@@ -11,7 +11,8 @@ at full throughput, T that of its training. Both arms of a comparison stream, ha
   and as four trainer nodes that lend, without rollouts (colocated; trains twice as fast); at staleness 4, G = T and 2T.
 - ``faults``: a guest that is stopped, one that is killed, and a trainer that is killed while its GPUs are lent.
 
-The time of a step is the time between two commits, from step 5 on. These figures and bars were chosen before the first
+The time of a step is the time between two commits. Ten steps count, the same in all arms of a comparison, from three
+steps after the start of all guests on. These figures and bars were chosen before the first
 measurement; the headline is ``gain.staleness_4_2T``:
 
 - ``gain``: seconds a step without lending over those with lending, as means over the seeds. Bars: 1.15 at staleness 4
@@ -19,7 +20,7 @@ measurement; the headline is ``gain.staleness_4_2T``:
 - ``worst_cell``: the least of these ratios over all cells (at least 0.95); ``mean_no_gain``: the mean of those with G
   at most T (at least 0.99).
 - ``lent_s_half``: the most that a run with G = T/2 lent in a counted step (0).
-- ``layouts``: for each G/T, seconds a step and rewards of the last five steps. Bars: rewards equal within 0.05, and
+- ``layouts``: for each G/T, seconds a step and rewards of the counted steps. Bars: rewards equal within 0.05, and
   multiplexed at least 0.97 times as fast as the better of the other two.
 - ``handback_p99_s``: time from a leader's request until it has the GPUs of a guest with an engine (at most 0.3).
 - ``trainer_late_s``: the same until the trainer can train, if the guest is stopped (at most ``handback`` + 1 = 6).
@@ -47,7 +48,7 @@ from rrl.benchmarks import _tags_faults
 from rrl.benchmarks._provenance import last_line, raw_samples
 from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
-from rrl.benchmarks._tags_runs import AHEAD, FIRST_STEP, G_S, STEPS, Arm, Sample, percentile, run_together
+from rrl.benchmarks._tags_runs import AHEAD, COUNTED, G_S, Arm, Sample, percentile, run_together
 from rrl.core.run_spec import TagsSpec
 from rrl.tests.support.supervisor import temporary_runs_folder
 
@@ -76,9 +77,9 @@ Others, over other baselines (docs/sources.md):
 Cell = tuple[float, int]
 
 
-def pair(ratio: float, staleness: int, steps: int = STEPS) -> list[Arm]:
+def pair(ratio: float, staleness: int) -> list[Arm]:
     """Return the two arms of a cell."""
-    return [Arm(layout, ratio, staleness, steps) for layout in ("disaggregated", "multiplexed")]
+    return [Arm(layout, ratio, staleness) for layout in ("disaggregated", "multiplexed")]
 
 
 def step_s(samples: Sequence[Sample], layout: str, cell: Cell) -> float:
@@ -185,7 +186,7 @@ def main() -> None:
     check_requirements("tags")
     parts = given.part or PARTS
     seeds = range(1 if given.quick else given.seeds)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; G or T {G_S:.2f} s, {STEPS} steps, ahead {AHEAD}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; G or T {G_S:.2f} s, {COUNTED} steps, ahead {AHEAD}")
     cells = [(ratio, staleness) for ratio in RATIOS for staleness in STALENESS]
     layouts = [(ratio, LAYOUT_STALENESS) for ratio in LAYOUT_RATIOS]
     if given.quick:
@@ -203,7 +204,7 @@ def main() -> None:
                 samples += run_together([Arm("colocated", *cell)], seed, folder)
                 _print_samples(samples[-1:])
                 raw = raw_samples("tags", msgspec.to_builtins(samples), raw)
-        print(f"{time.monotonic() - began:.0f} s, counted from step {FIRST_STEP}")
+        print(f"{time.monotonic() - began:.0f} s")
         if "faults" in parts:
             faults = _tags_faults.measure(folder, 1 if given.quick else _tags_faults.KILLS)
             print(faults, flush=True)

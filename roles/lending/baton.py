@@ -2,8 +2,8 @@
 
 The baton is an abstract Unix address. It is held by being bound, so at most one process holds it, and the kernel frees
 it when its holder ends. The name depends on the run's secret, both ends check each other's user, and both authenticate.
-Python's sockets are closed at exec; a process that forks without exec while it holds the baton would pass it on for
-ever, so neither side forks.
+Python closes sockets at exec. A child that was forked without exec would keep the baton for ever, so it closes the
+socket itself.
 
 The leader (the member of the trainer with the lowest rank on the node) holds the baton from its start on. A guest that
 sleeps stays connected to it: its connection begins with :class:`Sleeping`. To lend, the leader frees the address and
@@ -19,17 +19,16 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec import Struct
 
-from ...core.launch import Launch, read_launch, tag_of
 from ...core.processes import Process, processes, read_process, sweep, with_marks
-from ...core.types import Incarnation, NodeName
+from ...core.types import GUEST_ROLE, Incarnation, NodeName
 from ...transport.streams.connection import Connection, TransportError, authenticate
 from ...transport.streams.framing import derive_key, receive_message, send_message
 from ...transport.streams.unix import UnixConnection, UnixListener, dial_unix
@@ -89,7 +88,7 @@ class Taken(Struct, frozen=True):
     held: bool
     """False only if the leader was asked to stop before it held the baton."""
     clean: bool
-    """Whether the memory is known to be free: nobody else has had the baton, or the guest said that it sleeps.
+    """Whether the memory is known to be free: nobody else has had the baton, or the guest reported that it sleeps.
     Otherwise the memory of an ended process may be freed only after some seconds."""
     killed: bool
     """Whether a guest was killed because it did not give the baton back in time."""
@@ -112,6 +111,7 @@ class _Side:
         self._key = derive_key(secret, f"baton {node} {slot}")
         self._acceptor = Acceptor(self._key, self._serve)
         self._listener: UnixListener | None = None
+        os.register_at_fork(after_in_child=self._close_in_child)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rrl-baton", daemon=True)
         self._thread.start()
@@ -131,6 +131,10 @@ class _Side:
             self._listener.close()
             self._listener = None
 
+    def _close_in_child(self) -> None:
+        if self._listener is not None:
+            self._listener.close_socket()
+
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -147,7 +151,6 @@ class _Side:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._acceptor.close()
 
 
 class LeaderBaton(_Side):
@@ -163,26 +166,27 @@ class LeaderBaton(_Side):
     def __init__(self, run: str, node: NodeName, slot: int, secret: bytes) -> None:
         super().__init__(run, node, slot, secret)
         self._run_name = run
-        self._sleeping: dict[UnixConnection, Sleeping] = {}
-        """The connections of guests that sleep; in practice at most one."""
+        self._sleeping: tuple[UnixConnection, Sleeping] | None = None
+        """The guest that sleeps; if there are two, the newer incarnation."""
         self._lent: tuple[Incarnation, UnixConnection] | None = None
         self._holder: UnixConnection | None = None
         """The connection to another process that holds the address."""
         self._asleep: Asleep | None = None
-        """What the holder said since the baton was last lent."""
-        self._building_until = 0.0
+        """What the holder reported since the baton was last lent."""
+        self._building_at = 0.0
+        """When the holder last reported that it builds its engine."""
 
     @property
     def guest(self) -> Incarnation | None:
         """The guest that is connected and sleeps, or None."""
-        sleeping = self._newest()
-        return None if sleeping is None else sleeping.incarnation
+        sleeping = self._sleeping
+        return None if sleeping is None else sleeping[1].incarnation
 
     @property
     def guest_has_engine(self) -> bool:
         """Whether the guest has built its engine, so that it can generate within the time of a hand-over."""
-        sleeping = self._newest()
-        return sleeping is not None and sleeping.built
+        sleeping = self._sleeping
+        return sleeping is not None and sleeping[1].built
 
     @property
     def lent_to(self) -> Incarnation | None:
@@ -205,64 +209,54 @@ class LeaderBaton(_Side):
         """
         return self._run(self._lend(leader, accept))
 
-    def _newest(self) -> Sleeping | None:
-        return max(list(self._sleeping.values()), key=lambda each: each.incarnation.number, default=None)
-
     async def _serve(self, connection: Connection) -> None:
         """Keep the connection of a guest that sleeps until it ends."""
         assert isinstance(connection, UnixConnection)
-        said = await receive_message(connection, Sleeping | Back)
-        if isinstance(said, Sleeping):
-            self._sleeping[connection] = said
+        message = await receive_message(connection, Sleeping | Back)
+        other = self._sleeping
+        if isinstance(message, Sleeping) and (other is None or other[1].incarnation < message.incarnation):
+            self._sleeping = (connection, message)
         try:  # a leader of another incarnation waits for the end of this process
-            await receive_message(connection, Asleep, None)
+            self._asleep = await receive_message(connection, Asleep, None)
         finally:
-            self._sleeping.pop(connection, None)
+            if self._sleeping is not None and self._sleeping[0] is connection:
+                self._sleeping = None
 
     async def _lend(self, leader: Incarnation, accept: Callable[[Incarnation], bool]) -> Incarnation | None:
         assert self._listener is not None, "only the holder lends"
-        for connection, said in sorted(self._sleeping.items(), key=lambda each: -each[1].incarnation.number):
-            if connection.broken or not accept(said.incarnation):
-                continue
-            self._unbind()
-            try:
-                await send_message(connection, Yours(leader))
-            except TransportError:  # the guest has just ended; nobody binds the address without having been told
-                self._bind()
-                continue
-            del self._sleeping[connection]
-            self._lent, self._asleep = (said.incarnation, connection), None
-            return said.incarnation
-        return None
+        if self._sleeping is None or not accept(self._sleeping[1].incarnation):
+            return None
+        (connection, message), self._sleeping = self._sleeping, None
+        self._unbind()
+        try:
+            await send_message(connection, Yours(leader))
+        except TransportError:  # the guest has just ended; nobody binds the address without having been told
+            self._bind()
+            return None
+        self._lent, self._asleep = (message.incarnation, connection), None
+        return message.incarnation
 
     async def _take(self, handback_s: float, stopping: Callable[[], bool]) -> Taken:
         began = self._loop.time()
         due = began + handback_s
         asking: asyncio.Task[None] | None = None
-        never_lent, killed = self._lent is None, False
-        try:
-            while not self._bind():
-                if stopping():
-                    return Taken(False, False, killed, self._loop.time() - began, None)
-                if asking is None or asking.done():
-                    never_lent = False
-                    asking = asyncio.create_task(self._ask_back())
-                if self._loop.time() > max(due, self._building_until + handback_s):
-                    killed_now = self._kill_holder()
-                    killed = killed or killed_now
-                    due = self._loop.time() + (handback_s if killed_now else _KILL_RETRY_S)
-                await asyncio.sleep(_RETRY_S)
-            if asking is not None:
-                await asyncio.wait([asking], timeout=_LAST_WORDS_S)
-        finally:
-            if asking is not None:
-                asking.cancel()
-            if self._listener is not None and self._lent is not None:
-                self._lent[1].abort()
-                self._lent = None
-        asleep = self._asleep
-        clean = not killed and (never_lent or asleep is not None)
-        return Taken(True, clean, killed, self._loop.time() - began, asleep.wake_s if asleep else None)
+        clean, killed = self._lent is None, False
+        while not (held := self._bind()) and not stopping():
+            if asking is None or asking.done():
+                clean, asking = False, asyncio.create_task(self._ask_back())
+            if self._loop.time() > max(due, self._building_at + handback_s):
+                ended = self._kill_holder()
+                killed, due = killed or ended, self._loop.time() + (handback_s if ended else _KILL_RETRY_S)
+            await asyncio.sleep(_RETRY_S)
+        if asking is not None:
+            await asyncio.wait([asking], timeout=_LAST_WORDS_S)
+            asking.cancel()
+        if held and self._lent is not None:
+            self._lent[1].abort()
+            self._lent = None
+        clean = held and not killed and (clean or self._asleep is not None)
+        wake_s = None if self._asleep is None else self._asleep.wake_s
+        return Taken(held, clean, killed, self._loop.time() - began, wake_s)
 
     async def _ask_back(self) -> None:
         """Ask the holder for the baton, and read its answers until it ends the connection."""
@@ -274,10 +268,10 @@ class LeaderBaton(_Side):
             await authenticate(connection, self._key, dialled=True)
             await send_message(connection, Back())
             while True:
-                if isinstance(said := await receive_message(connection, Building | Asleep, None), Asleep):
-                    self._asleep = said
+                if isinstance(message := await receive_message(connection, Building | Asleep, None), Asleep):
+                    self._asleep = message
                 else:
-                    self._building_until = self._loop.time()
+                    self._building_at = self._loop.time()
         except TransportError:
             pass
         finally:
@@ -292,14 +286,11 @@ class LeaderBaton(_Side):
         """
         if (holder := self._holder) is None or (process := read_process(holder.pid)) is None:
             return False
-        path = with_marks(process).launch
-        launch = _launch(path)
-        if launch is None or not launch.guest or launch.tag != tag_of(self._run_name, launch.incarnation):
+        path = Path(with_marks(process).launch)
+        if not path.name.startswith(f"{self._run_name}.{GUEST_ROLE}-") or holder.broken:  # Launch.tag names the file
             return False
-        if holder.broken:
-            return False
-        _log.warning("%s did not give the GPUs back in time; killing it", launch.incarnation)
-        sweep(lambda: _of_launch(path), _KILL_TIMEOUT_S)
+        _log.warning("%s did not give the GPUs back in time; killing it", path.stem)
+        sweep(lambda: [each for each in processes(str(path.parent)) if _is_of(each, path)], _KILL_TIMEOUT_S)
         return True
 
 
@@ -322,8 +313,8 @@ class GuestBaton(_Side):
         self._wake_s: float | None = None
         self._ours, self._back = threading.Event(), threading.Event()
         self._released = asyncio.Event()
-        self._leaders: set[Connection] = set()
-        """The connections over which the baton is asked back."""
+        self._peers = set[Connection]()
+        """The connections to leaders: the one that gave the baton, and those that ask for it."""
         self._following = asyncio.run_coroutine_threadsafe(self._follow(), self._loop)
 
     @property
@@ -365,54 +356,38 @@ class GuestBaton(_Side):
             await asyncio.sleep(_RECONNECT_S)
 
     async def _hold(self, leader: Connection) -> None:
+        self._peers = {leader}
         self._released.clear()
         self._back.clear()
         self._ours_at, self._wake_s = self._loop.time(), None
         self._ours.set()
-        ended = asyncio.create_task(self._wait_for_end(leader))
-        try:
-            await self._released.wait()
-        finally:
-            ended.cancel()
-
-    async def _wait_for_end(self, leader: Connection) -> None:
         with contextlib.suppress(TransportError):
-            await receive_message(leader, Back, None)
+            await receive_message(leader, Back, None)  # the leader sends nothing: this is its end
         self._back.set()
+        await self._released.wait()
 
     async def _serve(self, connection: Connection) -> None:
         """Serve a leader that asks for the baton, until it is given back."""
         await receive_message(connection, Back)
         if self._listener is None:
             return
-        self._leaders.add(connection)
+        self._peers.add(connection)
         self._back.set()
-        try:
-            while self._listener is not None:
-                if not self._built:
-                    await send_message(connection, Building())
-                await asyncio.sleep(_BUILDING_INTERVAL_S)
-        finally:
-            self._leaders.discard(connection)
+        while not self._released.is_set():
+            if not self._built:
+                await send_message(connection, Building())
+            await asyncio.sleep(_BUILDING_INTERVAL_S)
 
     async def _release(self) -> None:
-        for connection in list(self._leaders):
+        for connection in list(self._peers):
             with contextlib.suppress(TransportError):
                 await send_message(connection, Asleep(self._wake_s))
             connection.abort()
-        self._leaders.clear()
         self._ours.clear()
         self._unbind()
         self._released.set()
 
 
-def _launch(path: str) -> Launch | None:
-    try:
-        return read_launch(Path(path)) if path else None
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _of_launch(path: str) -> list[Process]:
-    """Return the processes of a launch without its first one, which reports how the command ended."""
-    return [process for process in processes(str(Path(path).parent)) if process.launch == path and not process.module]
+def _is_of(process: Process, launch_file: Path) -> bool:
+    """Return whether a process belongs to a launch, and is not its first one, which reports how the command ended."""
+    return process.launch == str(launch_file) and not process.module

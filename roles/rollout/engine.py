@@ -40,6 +40,10 @@ StepOutput = tuple[list[Segment], list[int]]
 order."""
 
 
+IN_USE_TEXT = "the engine sleeps for the first time; %.1f GiB of its GPU are in use by all processes"
+"""What an engine logs after its first sleep: what the trainer, and what the next wake, must do without."""
+
+
 class Sampling(Struct, frozen=True):
     """The settings of sampling.
 

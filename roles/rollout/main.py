@@ -114,7 +114,8 @@ def generate_when_lent(me: rrl.Worker, build: Callable[[], Engine]) -> None:
                 engine = build()
                 _update_weights(me, engine, _EngineProbe(engine), again=True)
                 engine.sleep()  # an engine that does not survive this must not get work
-        engine.wake()
+        with me.phase("loading_weights"):
+            engine.wake()
         run(me, engine, baton)
         engine.sleep()
         baton.give_back()

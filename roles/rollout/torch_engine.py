@@ -7,6 +7,7 @@ same way, running trajectories continue with new weights: their prefixes are rea
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from ..models.policy import load_weights, log_probs, materialise
 from ..models.tensors import assigned_device
 from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
-from .engine import Engine, Sampling, StepOutput, sampling_of
+from .engine import IN_USE_TEXT, Engine, Sampling, StepOutput, sampling_of
 from .foreign_sampling import GREEDY, next_token
+
+_log = logging.getLogger("rrl.rollout")
 
 GUEST_SEGMENT_TOKENS = 16
 """Maximum number of tokens of a segment, and so of a step, in a guest: it hands the GPUs back between two steps."""
@@ -32,11 +35,11 @@ GUEST_SEGMENT_TOKENS = 16
 
 def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Return the function that builds the engine as :mod:`.engine` describes it."""
+    if not me.launch.guest:
+        assigned_device(me.launch)  # a missing GPU is found before the rollout joins
     sampling = sampling_of(me)
     if me.launch.guest:
         sampling = replace(sampling, segment_tokens=min(sampling.segment_tokens, GUEST_SEGMENT_TOKENS))
-    else:
-        assigned_device(me.launch)  # a missing GPU is found before the rollout joins
 
     def build() -> Engine:
         materialise(model, assigned_device(me.launch))
@@ -91,6 +94,7 @@ class TorchEngine:
         self._already_complete: list[int] = []
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         """The storages of the parameters and their sizes in bytes while the engine sleeps."""
+        self._has_slept = False
 
     @property
     def free_slots(self) -> int:
@@ -219,6 +223,10 @@ class TorchEngine:
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+            if not self._has_slept:
+                free, total = torch.cuda.mem_get_info(self._device)
+                _log.info(IN_USE_TEXT, (total - free) / 2**30)
+        self._has_slept = True
 
     def wake(self) -> None:
         """Allocate the storages of the parameters again (:meth:`.engine.Engine.wake`)."""

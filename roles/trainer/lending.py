@@ -48,6 +48,8 @@ _POLL_S = 1.0
 """Seconds that a request of rank 0 waits for the balance of a step. Then the members compare their stop requests."""
 _LEARNED_OVER = 5
 """Number of steps, and of hand-overs, whose median is the learned time."""
+_JUDGED_AFTER = 3
+"""Number of hand-overs that are not judged, so that a slow one among the first does not end the lending."""
 _WORTH = 2.0
 """A step lends if it lacks data for more than this multiple of a hand-over. In simulations 1, 2 and 4 were alike for
 hand-overs up to 5 % of a step; with longer ones, 4 lost half of the gain and 1 gained nothing."""
@@ -74,7 +76,7 @@ class Learned(Struct, frozen=True):
     back_s: float = 0.0
     """Time from the request for the GPUs until the trainer can train; 0 before the first hand-over."""
     cost_s: float | None = None
-    """Time of a hand-over in both directions; None before the first."""
+    """Time of a hand-over in both directions; None if there were too few."""
     build_s: float = 0.0
     """Time by which a guest without an engine prolongs the hand-over; 0 before the first."""
 
@@ -99,8 +101,9 @@ def judge(balance: Balance, learned: Learned) -> Wish:
     """Decide whether lending gains.
 
     It does not if the rollouts alone are as fast as the trainer: then they work ahead, and what the step lacks now is
-    chance. The first hand-over is not judged, since its cost is unknown; it happens while nothing can be trained yet.
-    If no other rollouts generate, guests are needed whatever they cost.
+    chance. The first hand-overs are not judged, since their cost is unknown; the very first, in which guests build
+    their engines, happens while nothing can be trained yet. Without other rollouts, guests are needed whatever they
+    cost.
     """
     short, needed = balance.short_s, balance.alone_s == inf
     if short <= 0 or balance.alone_s <= learned.train_s:
@@ -448,12 +451,15 @@ class Lender:
         return Learned(
             median(self._train_s or [0.0]),
             median(self._back_s or [0.0]),
-            median(self._cost_s) if self._cost_s else None,
+            median(self._cost_s) if len(self._cost_s) >= _JUDGED_AFTER else None,
             median(self._build_s or [0.0]),
         )
 
     def _learn(self, members: Sequence[_HandOver]) -> None:
-        """Learn from a hand-over; one after which a guest was killed or had died tells nothing."""
+        """Learn from a hand-over, unless a guest was killed or had died.
+
+        The cost of one in which guests built their engines is that of no other.
+        """
         if not all(member.clean for member in members):
             return
         out_s, wake_s, back_s = (
@@ -462,5 +468,5 @@ class Lender:
         self._back_s.append(back_s)
         if any(member.builds for member in members):
             self._build_s.append(wake_s)
-            wake_s = 0.0
-        self._cost_s.append(out_s + wake_s + back_s)
+        else:
+            self._cost_s.append(out_s + wake_s + back_s)

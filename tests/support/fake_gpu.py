@@ -168,8 +168,13 @@ def _engine(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
         memory.take("build")
         init(self, *args, **settings)
 
+    steps = [0]
+
     def paced_step(self: Any) -> Any:
         memory.check("a step of the engine")
+        steps[0] += 1
+        if steps[0] == 2:
+            memory.note("generates")  # and the tokens of the first step since the wake are on their way to the store
         segments: list[Any] = []
         with pace.lasting("rollout", lambda: pace.step([len(segment.tokens) for segment in segments])):
             segments, finished = step(self)
@@ -195,6 +200,7 @@ def _engine(module: ModuleType, memory: _Memory, pace: _Pace) -> None:
             memory.release("asleep")
 
         def taking_wake(self: Any) -> None:
+            steps[0] = 0
             memory.take("wake")
             wake(self)
 

@@ -28,6 +28,9 @@ TAU = (0.04, 0.0)
 """Seconds of a token. The rollouts alone need several times as long for a step as the trainer."""
 TOKEN_S = 0.001
 
+WINDOW = 'window = "5s"'
+"""Within the window, a guest that fails again is left out; the tests let guests fail one after the other."""
+
 
 def job(
     gpu: Path,
@@ -39,7 +42,7 @@ def job(
     warm: bool = False,
     tags: str = 'trainer = ["rollout"]',
     sampling: str = "staleness = 1",
-    recovery: str = "",
+    recovery: str = WINDOW,
     extra: str = "",
     tau: tuple[float, float] = TAU,
     token_s: float = TOKEN_S,
@@ -145,24 +148,24 @@ class LendingRun:
             assert time.monotonic() < until, fake_gpu.events(self.gpu)[-20:]
             time.sleep(0.1)
 
-    def wait_awake(self, since: float = 0.0) -> NodeName:
-        """Wait until a guest that woke after ``since`` generates on lent GPUs; return its node."""
+    def wait_awake(self, since: float = 0.0, but: NodeName | None = None) -> NodeName:
+        """Wait until a guest generates that woke after ``since``; return its node, which is not ``but``."""
         found: list[NodeName] = []
 
         def awake(state: State) -> bool:
-            found[:] = self.awake(state, since)
+            found[:] = [node for node in self.awake(state, since) if node != but]
             return bool(found)
 
         self.wait(awake)
         return found[0]
 
     def awake(self, state: State, since: float = 0.0) -> list[NodeName]:
-        """Return the nodes whose current guests have been awake since a moment after ``since``."""
+        """Return the nodes whose current guests generate, and began after ``since``."""
         newest = {one["node"]: one for one in fake_gpu.events(self.gpu)}
         return [
             NodeName(node)
             for node, one in newest.items()
-            if one["event"] in ("wake", "build")
+            if one["event"] == "generates"
             and one["at"] > since
             and (guest := state.replicas.get(guest_id(NodeName(node)))) is not None
             and (one["who"], guest.status) == (str(guest.incarnation), Status.JOINED)

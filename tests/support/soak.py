@@ -124,7 +124,7 @@ node_hours = 100
 PREEMPTED = Queue("burst", wait_s=2.0, lifetime_s=20.0)
 """The queue of the elastic pool: each node is preempted, after 20 s on average."""
 LENDING = """
-window = "60s"
+window = "5s"
 breaker = 0.5
 exclusion = "20s"
 """

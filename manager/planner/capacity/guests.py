@@ -8,14 +8,17 @@ anything else is launched there. Until then the cluster would give their GPUs to
 
 from __future__ import annotations
 
-from ....core.types import NodeName, ReplicaId, guest_id, is_trainer
+from ....core.types import Finding, NodeName, ReplicaId, guest_id, is_trainer
 from ...model.actions import ExternalAction, StopStep, Why
-from ...model.queries import all_joined, trainer_nodes
+from ...model.queries import all_joined, finding_about, is_crowded, trainer_nodes
 from ...model.state import State
 from ..deadlines import NEVER
 from .nodes import NodeInventory
 from .placement import Assignment
 from .standbys import launches_on_nodes
+
+CROWDED_TO_WITHDRAW = 2
+"""Number of times within the window that the trainer may find too little memory on GPUs that it shares with guests."""
 
 
 def plan_guests(state: State, inventory: NodeInventory, now: float) -> tuple[list[ExternalAction], float]:
@@ -44,6 +47,22 @@ def stop_guests(state: State, assigned: Assignment) -> list[StopStep]:
         for guest in state.guests
         if guest.is_current and guest.step is not None and guest.id not in wanted
     ]
+
+
+def crowded_again(state: State, now: float) -> Finding | None:
+    """Return the finding about a trainer that again found too little memory on GPUs that it shares; None if not.
+
+    One such failure may be bad luck: the memory of a killed guest is free only some time after its end.
+    """
+    if state.guests_withdrawn or not state.guests:
+        return None
+    for members in (members for members in state.gangs if is_trainer(members[0].id)):
+        found = (finding_about(state, member.incarnation) for member in members if member.is_current)
+        finding = next((one for one in found if is_crowded(state, members[0], one)), None)
+        recent = (failure for member in members for failure in member.recent_failures(state.job.recovery.window, now))
+        if finding is not None and 1 + sum(failure.crowded for failure in recent) >= CROWDED_TO_WITHDRAW:
+            return finding
+    return None
 
 
 def _wanted_guests(state: State, nodes: set[NodeName]) -> dict[ReplicaId, NodeName]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ....core.types import AGENT, SUPPORT_ROLES, NodeName, Outcome, ReplicaId, gang_of, is_trainer, role_of
+from ....core.types import AGENT, SUPPORT_ROLES, NodeName, Outcome, ReplicaId, gang_of, role_of
 from ...model.actions import (
     Decision,
     Fence,
@@ -28,8 +28,9 @@ from ...model.actions import (
     WithdrawGuests,
     every_lower,
 )
-from ...model.queries import finding_about, guests_are_essential, is_crowded, place_of
+from ...model.queries import finding_about, guests_are_essential, place_of
 from ...model.state import Replica, State, Status
+from ..capacity.guests import CROWDED_TO_WITHDRAW, crowded_again
 from ..capacity.nodes import NodeInventory
 from .ladder import (
     FailureCase,
@@ -47,8 +48,6 @@ from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, 
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
-CROWDED_TO_WITHDRAW = 2
-"""Number of times within the window that the trainer may find too little memory on GPUs that it shares with guests."""
 
 
 def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[Decision], list[DeferredExclusion]]:
@@ -94,28 +93,21 @@ def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[De
 def _withdraw_guests(state: State, now: float) -> Decision | None:
     """Return the decision to go on without guests because they leave the trainer too little memory; else None.
 
-    One such failure may be bad luck: the memory of a killed guest is free only some time after its end. A run in which
-    nothing else generates ends.
+    A run in which nothing else generates ends.
     """
-    if state.guests_withdrawn or not state.guests:
+    if (finding := crowded_again(state, now)) is None:
         return None
-    for members in (members for members in state.gangs if is_trainer(members[0].id)):
-        found = (finding_about(state, member.incarnation) for member in members if member.is_current)
-        finding = next((one for one in found if is_crowded(state, members[0], one)), None)
-        recent = (failure for member in members for failure in member.recent_failures(state.job.recovery.window, now))
-        if finding is None or 1 + sum(failure.crowded for failure in recent) < CROWDED_TO_WITHDRAW:
-            continue
-        times = f"{CROWDED_TO_WITHDRAW} times within {state.job.recovery.window:g} s"
-        evidence = (
-            f"{finding.incarnation}: {finding.exception}",
-            f"the trainer found too little memory on its GPUs {times} while it shared them with guests",
-        )
-        needed = "guests that leave more memory: lower gpu_memory_utilization in [roles.rollout.vllm]"
-        if guests_are_essential(state):
-            return failed_by_code(state, (*evidence, "nothing else generates"), "its traceback", needed)
-        why = Why(evidence, Rung.DEGRADED, "the trainer has its GPUs for itself", lower=every_lower(needed))
-        return WithdrawGuests(why)
-    return None
+    times = f"{CROWDED_TO_WITHDRAW} times within {state.job.recovery.window:g} s"
+    evidence = (
+        f"{finding.incarnation}: {finding.exception}",
+        f"the trainer found too little memory on its GPUs {times} while it shared them with guests",
+    )
+    needed = "guests that leave more memory: lower gpu_memory_utilization in [roles.rollout.vllm]"
+    if guests_are_essential(state):
+        return failed_by_code(state, (*evidence, "nothing else generates"), "its traceback", needed)
+    return WithdrawGuests(
+        Why(evidence, Rung.DEGRADED, "the trainer has its GPUs for itself", lower=every_lower(needed))
+    )
 
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ Every error is found here, before the rollout joins its run, and reported in one
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -28,6 +29,8 @@ from ....core.units import size_text
 from ...models.tokenizer import Tokenizer
 from ..engine import Engine, sampling_of
 from ..torch_engine import seed_of
+
+_log = logging.getLogger("rrl.rollout")
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
@@ -180,7 +183,9 @@ def configure(
             f"[{table}] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
             " install the extra vllm, which is for GPUs, or set gpus = 0"
         )
-    if sleeps and not cpu:
+    if sleeps and cpu:
+        _log.warning("vLLM cannot sleep on a CPU: the weights and the cache of this guest stay in memory")
+    elif sleeps:
         own["enable_sleep_mode"] = True
     defaults = {"max_num_seqs": min(lease, _MAX_SEQUENCES), "enforce_eager": cpu, "disable_log_stats": True}
     try:

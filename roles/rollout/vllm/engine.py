@@ -23,11 +23,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from ....config.vllm_arguments import ROUTED_EXPERTS
 from ....core.types import Version
-from ....core.units import size_text
 from ...launcher.end_report import Diverged
 from ...models.policy import fitting
 from ...trajectories.types import Item, PathDigest, Segment
-from ..engine import Sampling, StepOutput
+from ..engine import IN_USE_TEXT, Sampling, StepOutput
 from ..foreign_sampling import seed_at
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
 
@@ -81,11 +80,9 @@ class VllmEngine:
         self._tokens = 0
         """Number of tokens that vLLM has generated so far."""
         self._sleeps: bool = config.model_config.enable_sleep_mode
-        """Whether vLLM can free memory: not on a CPU."""
         self._cache_asleep = False
-        self._wake_checked = False
         self._before_sleep: tuple[Version | None, float] | None = None
-        """Until a wake was checked: the version before the sleep, and the log-probability of a token under it."""
+        """The version before the first sleep, and the log-probability of a token under it."""
         self._probed = 0.0
         """Log-probability of the newest token of a probe."""
 
@@ -256,25 +253,20 @@ class VllmEngine:
             if not abs(after - before) <= WAKE_TOLERANCE:
                 raise RuntimeError(
                     f"vLLM woke with other weights: under {version} the log-probability of a token is {after:.4f}, but"
-                    f" was {before:.4f} before the sleep; this guest ends and is restarted"
+                    f" was {before:.4f} before the first sleep; this guest ends and is restarted"
                 )
-            self._wake_checked, self._before_sleep = True, None
 
     def sleep(self) -> None:
-        """Discard weights and cache (level 2). On a CPU vLLM cannot: they stay in memory, as a warning says."""
+        """Discard weights and cache (level 2). On a CPU vLLM cannot: they stay in memory, as a warning said."""
         self.abort(list(self._running))
         self._segments, self._finished = [], []
-        if not self._sleeps:
-            if not self._wake_checked:
-                _log.warning("vLLM cannot sleep on a CPU: the weights and the cache of this guest stay in memory")
-            self._wake_checked = True
-        elif self._wake_checked:
+        if self._sleeps:
+            first = self._before_sleep is None
+            if first:
+                self._before_sleep = (self._version, self._probe_greedily())
             self._llm.sleep(level=2)
-        else:
-            self._before_sleep = (self._version, self._probe_greedily())
-            self._llm.sleep(level=2)
-            used = max(self._llm.collective_rpc("memory_in_use"))
-            _log.info("the engine sleeps; %s of a GPU are in use by all of its processes", size_text(used))
+            if first:
+                _log.info(IN_USE_TEXT, max(self._llm.collective_rpc("memory_in_use")) / 2**30)
         self._version = None
 
     def wake(self) -> None:

@@ -33,27 +33,20 @@ EVAL = """
 [eval]
 every = 2
 count = 16
-samples = 2
 task = { function = "uneven_task:make" }
 """
 
 
-def test_guests_that_die_hang_or_cannot_wake_cost_the_trainer_nothing(tmp_path: Path) -> None:
-    """Killed while awake, unable to wake, stopped while awake: the trainer keeps its incarnation."""
+def test_guests_that_are_killed_or_stopped_cost_the_trainer_nothing(tmp_path: Path) -> None:
     with LendingRun(tmp_path, ENDLESS) as run:
         node = run.wait_awake()
-        killed = run.guest(node)
+        killed, since = run.guest(node), time.time()
         run.kill(killed)
-        run.guest_returns(killed)
-
-        raising = fake_gpu.plant(run.gpu, "wake", node, "raise")
-        run.wait_performed(raising)
-        run.guest_returns(run.guest(node))
-
-        node = run.wait_awake(since=time.time())
-        stopped, since = run.guest(node), time.time()
+        other = run.wait_awake(since, but=node)
+        stopped, since = run.guest(other), time.time()
         run.kill(stopped, signal.SIGSTOP)
         run.wait_event("restored", by=TRAINER, since=since)
+        run.guest_returns(killed)
         run.guest_returns(stopped)  # the leader has ended it: nothing else ends a stopped process
         run.wait_awake(since=time.time())
         assert run.trainer_incarnations() == 1
@@ -69,6 +62,20 @@ def test_one_node_trains_and_generates_in_turns_and_is_evaluated(tmp_path: Path)
         recorded = [one.event.step for one in run.test.events() if isinstance(one.event, ev.Evaluated)]
         assert recorded == [0, 2, 4]
         assert all(commit.metrics["lent_s"] > 0 for commit in run.commits())
+
+
+@pytest.mark.long
+def test_guests_that_cannot_wake_or_sleep_end_at_once(tmp_path: Path) -> None:
+    """A guest whose engine raises must not go on; one that hangs in a kernel at sleep is ended by the leader."""
+    with LendingRun(tmp_path, ENDLESS) as run:
+        for event, what in (("wake", "raise"), ("sleep", "raise"), ("sleep", "hang")):
+            node = run.wait_awake(since=time.time())
+            guest, since = run.guest(node), time.time()
+            run.wait_performed(fake_gpu.plant(run.gpu, event, node, what))
+            run.wait_event("restored", by=TRAINER, since=since)
+            run.guest_returns(guest)
+        assert run.trainer_incarnations() == 1
+        run.cancel()
 
 
 @pytest.mark.long

@@ -89,7 +89,7 @@ def _lend_before_each_step() -> None:
     def scripted(me: Worker, number: int, train_s: float, back_s: float, wait: float = 0.0) -> Balance:
         return Balance(0.0 if wait else math.inf, math.inf)
 
-    Worker.await_balance = scripted  # type: ignore[method-assign]
+    Worker.await_balance = scripted  # type: ignore
 
 
 def _die() -> None:
@@ -171,7 +171,7 @@ def _once_it_is_dropped(step: int) -> None:
         if state._learner.number + 1 == step:
             _die()
 
-    DeviceState.drop = wrapped  # type: ignore[method-assign]
+    DeviceState.drop = wrapped  # type: ignore
 
 
 def _after_it_is_taken_back(step: int) -> None:

@@ -80,6 +80,14 @@ def test_wait_of_the_trainer_ends_at_the_guests_that_work(trainer: str) -> None:
     assert {TRAINER.replica, GUESTS[0].replica} <= evidence
 
 
+def test_trainer_and_guests_that_wait_for_each_other_do_not_wait_for_ever() -> None:
+    trace = Trace()
+    trace.monitor.set_roles(COLOCATED.roles)
+    trace.node("n1", TRAINER, phase=LEND).node("n2", *GUESTS, phase="wait_weights")
+    trace.play(1.25 * 900 + LIMITS.first_pass + 10)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
 def test_trainer_waits_as_long_as_the_guests_start() -> None:
     trace = colocated(LEND, "starting")
     trace.play(500)

@@ -10,6 +10,8 @@ from rrl.cli.views.report.tables import figures
 from rrl.cli.views.status import status_view
 from rrl.cli.views.summary import summary_view
 from rrl.core.types import Outcome
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Why, WithdrawGuests
 from rrl.manager.model.pools import LendingFigures, lending_figures
 from rrl.manager.reporting.accounting.pool_use import pool_uses
 from rrl.manager.reporting.accounting.run_report import account
@@ -109,3 +111,17 @@ def test_metrics_have_lent_share_hand_over_guests_and_their_tokens(story: Story)
 def test_launch_of_a_guest_is_explained_by_its_name(story: Story) -> None:
     about = [one for one in explain(story.stamped) if one.concerns("guest/n2")]
     assert "start guest/n2#1 on n2" in drawn(explanation_view(about, grouped=False), 120)
+
+
+def test_run_that_goes_on_without_guests_says_why(story: Story) -> None:
+    why = Why(("the trainer ran out of GPU memory twice beside guests",), expects="the trainer has the memory")
+    story.record(ev.Decided(WithdrawGuests(why)))
+    assert "goes on without guests (rrl explain)" in shown(story)
+    view = drawn(explanation_view(explain(story.stamped)[-1:], grouped=False), 120)
+    assert "go on without guests" in view
+    assert "because   the trainer ran out of GPU memory twice beside guests" in view
+
+
+def test_note_of_a_guest_is_shown(story: Story) -> None:
+    story.record(ev.NoteChanged(story.incarnation("guest/n2"), "it keeps 3 GiB of a GPU"))
+    assert "guest/n2: it keeps 3 GiB of a GPU" in shown(story)

@@ -25,7 +25,7 @@ from rrl.roles.trainer import async_saver as saver_module
 from rrl.roles.trainer import checkpoint
 from rrl.roles.trainer.async_saver import COMMITS_CAUSE, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
-from rrl.roles.trainer.host_buffers import HostBuffers
+from rrl.roles.trainer.host_buffers import HostBuffers, Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
 from rrl.roles.trajectories.types import TrainedStep
@@ -219,9 +219,11 @@ def client(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SnapshotC
 
 
 def test_host_copy_is_that_of_the_last_step_until_the_next_one_is_saved(
-    tmp_path: Path, client: SnapshotClient | None
+    tmp_path: Path, client: SnapshotClient | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the other threads do with it: from it, a trainer that has lent its GPUs restores its state."""
+    fill, filled = Layout.fill, list[int]()
+    monkeypatch.setattr(Layout, "fill", lambda *words: (filled.append(1), fill(*words)))
     scene = Scene(tmp_path, 2, checkpoint_every=2, client=client)
     scene.me.may_commit.set()
     for number in range(5):
@@ -238,6 +240,7 @@ def test_host_copy_is_that_of_the_last_step_until_the_next_one_is_saved(
             assert {each.step for each in client.list_snapshots()} == {*range(max(1, number - 1), number + 1)}
         wait_until(lambda: not scene.saver._written)
         assert scene.saver.host_copy() is copy
+        assert len(filled) == 1 + number, "a further copy was made"
         scene.saver.layout.load(copy, scene.student.tensors())
         assert all(torch.equal(tensor, expected[name]) for name, tensor in scene.student.tensors().items())
     scene.saver.finish()

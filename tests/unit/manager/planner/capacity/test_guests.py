@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rrl.cluster.base import AllocationState, AllocationStatus
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import GUEST_ROLE, NodeName, Outcome, RaisedException, ReplicaId, guest_id, member_id, replica_id
 from rrl.manager.model import events as ev
@@ -128,6 +129,25 @@ def test_guest_is_stopped_without_grace_before_its_node_is_given_to_another_role
     assert taken
     assert min(taken) >= stopped
     assert guests(world) == {guest_id(N4): N4, G3: N3}
+
+
+@pytest.mark.parametrize("how", ["drained", "reclaimed"])
+def test_guests_are_stopped_without_grace_before_the_trainer_moves(how: str) -> None:
+    world = with_them()
+    node, begun = world.node_of(M1), len(world.actions)
+    if how == "drained":
+        world.happen(ev.CommandReceived("drain", "me", "c1", target=node))
+    else:
+        (tag,) = world.state.allocations
+        world.happen(ev.AllocationChanged(tag, AllocationStatus(AllocationState.ENDED, "7", (), "PREEMPTED")))
+        world.arrive(9)
+    world.play(lambda: world.state.replica(M1).incarnation_number == 2).steady().wait(30.0)
+    done = world.actions[begun:]
+    moved = next(i for i, one in enumerate(done) if isinstance(one, Launch) and one.incarnation.replica == M1)
+    ended = [one.incarnation.replica for one in done[:moved] if isinstance(one, Fence | StopStep)]
+    assert guest_id(node) in ended, "its node is no longer used"
+    assert guests(world) == {guest_id(one): one for one in (world.node_of(M0), world.node_of(M1))}
+    assert node not in guests(world).values()
 
 
 def test_trainer_waits_for_a_fenced_guest_that_still_holds_its_gpus() -> None:
