@@ -173,6 +173,15 @@ class PacedEngine:
         """See :class:`Engine`."""
         self._engine.probe()
 
+    def sleep(self) -> None:
+        """See :class:`Engine`."""
+        self._running.clear()
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """See :class:`Engine`."""
+        self._engine.wake()
+
     def close(self) -> None:
         """See :class:`Engine`."""
         self._engine.close()

@@ -141,6 +141,14 @@ class RecordedEngine:
         """See :class:`Engine`."""
         self._engine.probe()
 
+    def sleep(self) -> None:
+        """See :class:`Engine`."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """See :class:`Engine`."""
+        self._engine.wake()
+
     def close(self) -> None:
         """See :class:`Engine`."""
         self._engine.close()

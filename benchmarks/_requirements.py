@@ -54,6 +54,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "slurm_reads": (Need.SLURM,),
     "snapshots": (Need.TORCH,),
     "stream": (Need.TORCH,),
+    "tags": (Need.TORCH,),
     "takeover": (Need.SLURM,),
     "track": (Need.TRACKERS,),
     "trainers": (Need.TORCH,),

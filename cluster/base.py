@@ -123,7 +123,8 @@ class Step(Struct, frozen=True):
     log_file: Path
     overlap: bool = False
     """Whether the step shares the node's resources with other steps instead of getting resources of its own. It is set
-    for agents, standby processes beside other steps, and steps without GPUs in a job that has lost a node."""
+    for agents, for standby processes and guests beside other steps, and for steps without GPUs in a job that has lost a
+    node."""
     agent: bool = False
     """Whether to run the node agent (:mod:`rrl.roles.node_agent.main`) instead of the step launcher
     (:mod:`rrl.roles.launcher.step`)."""

@@ -24,7 +24,8 @@ LOSSES = {"grpo": "rrl.roles.trainer.losses:grpo"}
 LOSS_ARGUMENTS = ("tokens", "settings")
 ENGINE_ARGUMENTS = ("me", "model", "tokenizer")
 """What a loss and an engine are called with."""
-
+SLEEPING = ("sleep", "wake")
+"""Methods that an engine needs only as a guest, on GPUs that the trainer lends."""
 
 TRACKERS = {
     "tensorboard": "rrl.manager.tracking.tensorboard:TensorBoardFiles",

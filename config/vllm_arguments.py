@@ -57,6 +57,7 @@ RESERVED_ARGUMENTS = {
     "kv_offloading_backend": _OLD_CACHE,
     "enable_return_routed_experts": _ROUTING,
     "aux_output_config": _ROUTING,
+    "enable_sleep_mode": "rrl sets it for guests of the trainer",
     "worker_cls": "rrl uses vLLM's own class",
     "scheduler_cls": "rrl uses vLLM's own class",
     "distributed_executor_backend": _ONE_NODE,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from . import units
-from .types import AGENT, STANDBY_ROLE
+from .types import AGENT, GUEST_ROLE, STANDBY_ROLE
 
 if TYPE_CHECKING:
     import random
@@ -73,7 +73,8 @@ class TargetKind(StrEnum):
 
     REPLICA = "replica"
     """``role/index``, or one rank of a gang (``role/index.rank``). If the fault kind allows it, also an agent
-    (``agent/<node>``), a standby process (``standby/<node>``) or the manager (``manager``)."""
+    (``agent/<node>``), a standby process (``standby/<node>``), a guest (``guest/<node>``) or the manager
+    (``manager``)."""
     NODE = "node"
     """A node, given by its name or by a replica that runs on it."""
     RUN = "run"
@@ -164,7 +165,8 @@ FAULT_TRAITS: dict[FaultKind, FaultTraits] = {
 MANAGER = "manager"
 """Target that stands for the run's manager, which can only be killed."""
 SUPPORT_ROLE_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
-"""Kinds of faults whose target can be an agent or a standby process."""
+"""Kinds of faults whose target can be an agent, a standby process or a guest."""
+_SUPPORT_NAMES = {AGENT: "an agent", STANDBY_ROLE: "a standby process", GUEST_ROLE: "a guest"}
 MAX_EXIT_CODE = 255
 """Largest exit code that a process can have."""
 
@@ -209,7 +211,8 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     id: str
     kind: FaultKind
     target: str = ""
-    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``manager``, or the name of a node."""
+    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``standby/<node>``, ``guest/<node>``, ``manager``, or the
+    name of a node."""
     at: FaultTrigger = FaultTrigger()
     seconds: float = 0.0
     """Duration in seconds; 0 means permanent."""
@@ -308,10 +311,11 @@ def _invalid_target(
     if target == MANAGER:
         wrong = InvalidFault(FaultProblem.OTHER, f"the manager can only be the target of kill, not of {kind}")
         return None if kind is FaultKind.KILL else wrong
-    if role in (AGENT, STANDBY_ROLE) and slash:
+    if role in _SUPPORT_NAMES and slash:
         kinds = ", ".join(SUPPORT_ROLE_KINDS)
-        process = "an agent" if role == AGENT else "a standby process"
-        wrong = InvalidFault(FaultProblem.OTHER, f"{process} can only be the target of {kinds}, not of {kind}")
+        wrong = InvalidFault(
+            FaultProblem.OTHER, f"{_SUPPORT_NAMES[role]} can only be the target of {kinds}, not of {kind}"
+        )
         return None if kind in SUPPORT_ROLE_KINDS else wrong
     if slash and role not in replicas:
         return InvalidFault(FaultProblem.NO_SUCH_TARGET, f'no role "{role}"; there are {", ".join(replicas)}')

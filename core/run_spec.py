@@ -646,7 +646,8 @@ class RunSpec(Struct, frozen=True):
     def fleet_varies(self) -> bool:
         """Return whether the job has rollouts beyond those of ``[roles.rollout]``, for which ``ahead`` may rise."""
         rollouts = self.kind("rollout")
-        return len(rollouts) > 1 or any(self.most_replicas(role) > role.replicas for role in rollouts)
+        more = any(self.most_replicas(role) > role.replicas for role in rollouts)
+        return more or len(rollouts) > 1 or self.guests > 0
 
     @property
     def steps_in_store(self) -> int:
@@ -654,6 +655,7 @@ class RunSpec(Struct, frozen=True):
         sampling, ahead = self.sampling, self.sampling.ahead
         if self.fleet_varies:
             places = sum(self.most_replicas(r) * self.rollouts[r.name].lease for r in self.kind("rollout"))
+            places += self.guests * self.rollouts["rollout"].lease if self.guests else 0
             trajectories = sampling.prompts_per_step * sampling.group_size
             ahead = batches_ahead(ahead, sampling.staleness, trajectories, places)
         return ahead + 1 + self.trainer.uncommitted + self.trainer.checkpoint_every + 2

@@ -95,6 +95,11 @@ def guest_id(node: NodeName, slot: int | None = None) -> ReplicaId:
     return replica_id(GUEST_ROLE, node if slot is None else f"{node}:{slot}")
 
 
+def slot_of(guest: ReplicaId) -> int:
+    """Return which of the guests of its node this one is, from 0 on."""
+    return int(index_of(guest).partition(":")[2] or 0)
+
+
 def index_of(replica: ReplicaId) -> str:
     """Return the part of a replica id after the slash: an index, ``index.rank``, or a node name."""
     return replica.partition("/")[2]
@@ -289,6 +294,10 @@ class Evidence(Struct, frozen=True):
     at: float
 
 
+OUT_OF_GPU_MEMORY = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
+"""Types of torch's exception for too little memory on the GPU; the second one is its name before torch 2.5."""
+
+
 class RaisedException(Struct, frozen=True):
     """The uncaught exception that ended a Python process which uses the worker API, as the process itself reports it.
 
@@ -309,6 +318,11 @@ class RaisedException(Struct, frozen=True):
     counts_always: bool = False
     """True if the exception ends the run after some starts although the role has worked before: rrl raised it because
     the role's code breaks a rule of the worker API, or because a model returned values that are not finite."""
+
+    @property
+    def out_of_gpu_memory(self) -> bool:
+        """Return whether torch found too little memory on the GPU."""
+        return self.type in OUT_OF_GPU_MEMORY
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message} ({self.place})" if self.message else f"{self.type} ({self.place})"

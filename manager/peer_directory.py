@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.types import STANDBY_ROLE, Incarnation, NodeName, is_trainer, rank_of, role_of
+from ..core.types import STANDBY_ROLE, Incarnation, NodeName, is_support, is_trainer, rank_of, role_of
 from ..transport.messages import Peer, Peers, Welcome
 from .context import RunContext
 from .model.state import Replica, State, Status
@@ -61,13 +61,15 @@ class DirectoryAnnouncer:
     def welcome(self, incarnation: Incarnation) -> Welcome:
         """Return the reply to the Hello of a current incarnation. The reply contains the whole peer directory."""
         state, role = self._context.state(), role_of(incarnation.replica)
-        rank, world = (0, 1) if role == STANDBY_ROLE else (rank_of(incarnation.replica), state.job.role(role).ranks)
+        rank, world = (
+            (0, 1) if is_support(incarnation.replica) else (rank_of(incarnation.replica), state.job.role(role).ranks)
+        )
         return Welcome(incarnation, build_directory(state, self._number), rank, world, state.step)
 
 
 def build_directory(state: State, number: int) -> Peers:
     """Return announcement ``number`` of all current incarnations, and of a trainer that still finishes its step."""
-    current = [replica for replica in state.workers if replica.is_current or _may_commit(state, replica)]
+    current = [one for one in (*state.workers, *state.guests) if one.is_current or _may_commit(state, one)]
     peers = {replica.id: _peer(replica) for replica in current}
     return Peers(state.epoch, number, peers, _snapshot_servers(state), state.evaluated)
 

@@ -34,6 +34,7 @@ LONG_FILES = (
     "integration/local/test_runs.py",
     "integration/slurm/cluster/test_cluster.py",
     "integration/local/test_agents.py",
+    "integration/local/test_lending.py",
     "integration/local/test_faults.py",
     "integration/local/test_quickstart.py",
     "integration/slurm/test_runs.py",

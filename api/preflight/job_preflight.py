@@ -34,6 +34,7 @@ from ...manager.bootstrap.preview import WorstCase, most_jobs, preview, worst_ca
 from ...transport.weights.base import PACKAGES, installed_package
 from ...transport.weights.select import UntrustedNetwork, detect_capabilities, select_transport
 from .job_folder import folder_doubts
+from .layouts import lending_doubt
 from .local_machine import (
     listens_on_loopback,
     metrics_problem,
@@ -121,6 +122,7 @@ def _preflight(
         *_check_stream(job),
         *_check_extras(job, spec),
         *_check_eval(job),
+        *lending_doubt(spec),
     ]
     if job.cluster.traits.roles_run_here and (problem := size_problem(job, spec, this_machine())):
         raise UsageError(with_location(document, problem))

@@ -27,13 +27,13 @@ from ...transport.address import NoAddress, interface_on, resolve
 _LAUNCHER_BYTES = 15 * 2**20
 """Private memory (bytes) of the launcher of each rank, and of the agent of each node (measured in the quickstart: 15
 and 16 MiB)."""
-_TORCH_BYTES = 250 * 2**20
+TORCH_BYTES = 250 * 2**20
 """Private memory (bytes) of a built-in trainer or rollout without its model (measured in the quickstart: 346 and 260
 MiB, with a model of 0.4 MiB)."""
 _FLOAT32_BYTES = 4
-_OPTIMIZER_BYTES = 12
+OPTIMIZER_BYTES = 12
 """Bytes for each weight in a trainer: the float32 weight, and the two moments of AdamW."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Machine(Struct, frozen=True):
@@ -72,7 +72,7 @@ def _process_bytes(spec: RunSpec) -> int:
     ranks = {role.name: spec.most_replicas(role) * role.ranks for role in spec.roles}
     nodes = sum(most_nodes(spec, group) for group in spec.node_groups)
     with_torch = sum(ranks[role.name] for role in spec.roles if _computes(role))
-    return (sum(ranks.values()) + nodes) * _LAUNCHER_BYTES + with_torch * _TORCH_BYTES
+    return (sum(ranks.values()) + nodes + spec.guests) * _LAUNCHER_BYTES + (with_torch + spec.guests) * TORCH_BYTES
 
 
 def _model_bytes(spec: RunSpec) -> int:
@@ -84,9 +84,9 @@ def _model_bytes(spec: RunSpec) -> int:
     per_weight = 0
     for role in filter(_computes, spec.roles):
         if role.traits.trains:  # the ranks of the trainer share the weights and the optimizer's state
-            per_weight += _FLOAT32_BYTES if role.per_member.gpus else _OPTIMIZER_BYTES
+            per_weight += _FLOAT32_BYTES if role.per_member.gpus else OPTIMIZER_BYTES
         elif not role.per_member.gpus:
-            per_weight += spec.most_replicas(role) * _DTYPE_BYTES[spec.model.dtype]
+            per_weight += spec.most_replicas(role) * DTYPE_BYTES[spec.model.dtype]
     return per_weight * weight_count(spec.model) if per_weight else 0
 
 

@@ -118,8 +118,8 @@ def inject(
             metavar="ROLE/REPLICA|NODE",
             show_default=False,
             autocompletion=targets,
-            help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE"
-            " or manager. Default: a random replica.",
+            help="Also a role (a random replica of it), one rank (trainer/0.1), agent/NODE, standby/NODE,"
+            " guest/NODE or manager. Default: a random replica.",
         ),
     ] = "",
     at: Annotated[

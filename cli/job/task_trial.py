@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ...config.import_paths import ENGINE_ARGUMENTS, LOSS_ARGUMENTS
+from ...config.import_paths import ENGINE_ARGUMENTS, LOSS_ARGUMENTS, SLEEPING
 from ...core.run_spec import ModelSpec, RunSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import load_agent
@@ -167,7 +167,11 @@ class _Trial:
         table = self._job.role(role).table
         source, self._source, self._doing = self._source, (*table.split("."), key), f"importing {name}"
         with self._reports("importing it"):
-            import_row(name, {}, self._folder, key, table, arguments)
+            named = import_row(name, {}, self._folder, key, table, arguments)
+        guest = key == "engine" and role == "rollout" and self._job.guests and isinstance(named, type)
+        if missing := [method for method in SLEEPING if guest and not hasattr(named, method)]:
+            text = f"{name} lacks {' and '.join(missing)}, with which an engine gives GPUs back to the trainer"
+            raise _Failed(TaskProblem(self._source, f'{text}; add them, or remove trainer = ["rollout"] from [tags]'))
         self._source = source
 
     def _try_evaluation(self, tokenizer: Tokenizer) -> None:

@@ -9,10 +9,11 @@ from rich.text import Text
 
 from ...core.run_spec import RoleSpec
 from ...core.text import plural, span
+from ...core.types import GUEST_ROLE
 from ...manager.model.figures.idle_times import START, RolePoint, idle_shares, rate
 from ...manager.model.figures.step_times import seconds_per_step
 from ...manager.model.figures.stream_figures import EpisodeFigures, StreamFigures
-from ...manager.model.pools import extras, pool_figures
+from ...manager.model.pools import LendingFigures, extras, lending_figures, pool_figures
 from ...manager.model.queries import received_weights, weights_lag_steps
 from ...manager.model.state import Evaluation, Replica, State
 from .formatting import number
@@ -52,20 +53,39 @@ def idle_shares_of_roles(state: State) -> list[Text]:
     times = state.idle_times
     before = times.before if state.outcome is None else START
     found = ((role, idle_shares(times.now, before, role.name)) for role in _timed_roles(state))
-    return [Text(idle_text(_plural(state, role), shares)) for role, shares in found if role.name in times.now.roles]
+    lending = lending_figures(state)
+    texts = [
+        idle_text(_plural(state, role), shares) + (lent_text(lending) if lending and role.traits.trains else "")
+        for role, shares in found
+        if role.name in times.now.roles
+    ]
+    return [Text(text) for text in (*texts, *([guests_text(lending)] if lending else []))]
+
+
+def lent_text(lending: LendingFigures) -> str:
+    """Return the end of a text about the trainer's time: how much of it was lent, and what a hand-over costs."""
+    cost = "" if lending.hand_over_s is None else f" ({lending.hand_over_s:.2g} s a hand-over)"
+    return f", {percent(lending.lent)} lent{cost}"
+
+
+def guests_text(lending: LendingFigures) -> str:
+    """Return how many guests have joined, and their share of the generated tokens."""
+    if not lending.guests:
+        return "goes on without guests (rrl explain)"
+    return f"guests {lending.guests_at_work} of {lending.guests}, {percent(lending.guest_tokens)} of the tokens"
 
 
 def token_rates(state: State) -> list[Text]:
     """Return the tokens per second that rollouts generated and the trainer trained on in the last minutes."""
     times, rates = state.idle_times, []
     now, before = times.now, times.before
-    for role in _timed_roles(state) if state.outcome is None else ():
-        start = before.roles.get(role.name, RolePoint()).done
-        generated = now.roles.get(role.name, RolePoint()).done - start
+    timed = [(role.name, _plural(state, role), role.traits.trains) for role in _timed_roles(state)]
+    for role, name, trains in (*timed, (GUEST_ROLE, "guests", False)) if state.outcome is None else ():
+        generated = now.roles.get(role, RolePoint()).done - before.roles.get(role, RolePoint()).done
         trained = now.trained_tokens - before.trained_tokens
-        per_second = rate(trained if role.traits.trains else generated, now, before)
+        per_second = rate(trained if trains else generated, now, before)
         if per_second:
-            rates.append(Text(f"{_plural(state, role)} {token_rate(per_second)}"))
+            rates.append(Text(f"{name} {token_rate(per_second)}"))
     return rates
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from ...api.watching.run_state import NORMAL_STATUSES, Failures
 from ...core.phases import phase
 from ...core.text import span
-from ...core.types import Cause
+from ...core.types import GUEST_ROLE, Cause
 from ...manager.model.state import FailedIncarnation, Replica, State, Status, UnchargedRestart
 from .formatting import VERDICT_COLOUR, grid, plain_table
 
@@ -142,12 +142,12 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
     table.add_column("weights", no_wrap=True)
     table.add_column("", ratio=1, overflow="fold")
     by_role: dict[str, list[Replica]] = {}
-    for replica in state.workers:
+    for replica in (*state.workers, *state.guests):
         by_role.setdefault(replica.role, []).append(replica)
     found = {finding.incarnation for finding in state.findings.values()}
     nodes_failed = {subject for subject in failures.of if isinstance(subject, str)}
-    for role in state.job.roles:
-        replicas = by_role.get(role.name, [])
+    for role in (*(one.name for one in state.job.roles), GUEST_ROLE):
+        replicas = by_role.get(role, [])
         shown = replicas
         if len(replicas) > max_listed:
             unusual = (
@@ -159,7 +159,7 @@ def replicas_view(state: State, now: float, width: int, failures: Failures, max_
         listed = {replica.id for replica in shown}
         if rest := [replica for replica in replicas if replica.id not in listed]:
             summary = _summary_of_rest(state, rest, now, failures, len(rest) < len(replicas))
-            table.add_row(role.name, "", "", "", "", "", summary, style="dim")
+            table.add_row(role, "", "", "", "", "", summary, style="dim")
     return table
 
 

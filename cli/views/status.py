@@ -292,7 +292,7 @@ def _weights(state: State) -> Iterator[Text]:
 def _notes_of_replicas(state: State) -> Iterator[tuple[str, Text]]:
     """Yield (label, text) for the notes of replicas; equal notes share a row."""
     notes: dict[str, list[str]] = {}
-    for replica in state.workers:
+    for replica in (*state.workers, *state.guests):
         if replica.note and replica.is_current:
             notes.setdefault(replica.note, []).append(replica.id)
     for note, replicas in list(notes.items())[:MAX_LISTED]:

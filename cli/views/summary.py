@@ -12,9 +12,11 @@ from rich.text import Text
 from ...api.watching.run_state import RunState
 from ...core.run_spec import ROLE_TRAITS
 from ...core.text import span
+from ...core.types import GUEST_ROLE
+from ...manager.model.pools import LendingFigures
 from ...manager.storage.model_folders import ModelFolders
 from .formatting import OUTCOME_COLOUR, grid, number, plain_table, stage
-from .pace import idle_text
+from .pace import guests_text, idle_text, lent_text
 
 MAX_STALE_SHARE = 0.5
 """Share of groups dropped for their age (among trained and dropped groups) above which the view warns."""
@@ -44,8 +46,15 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     recoveries = summary.get("recoveries") or []
     stream = summary.get("stream") or {}
     with_weights = [role for role, kind in (stream.get("kinds") or {}).items() if ROLE_TRAITS[kind].has_weights]
-    for index, role in enumerate(role for role in with_weights if role in stream["idle"]):
-        facts.add_row("" if index else "time", idle_text(role, stream["idle"][role]))
+    lending = LendingFigures(**summary["lending"]) if summary.get("lending") else None
+    texts = [
+        idle_text(role, stream["idle"][role])
+        + (lent_text(lending) if lending and ROLE_TRAITS[stream["kinds"][role]].trains else "")
+        for role in with_weights
+        if role in stream["idle"]
+    ]
+    for index, text in enumerate((*texts, *([guests_text(lending)] if lending else []))):
+        facts.add_row("" if index else "time", text)
     for index, pool in enumerate(summary.get("rollout_pools") or []):
         facts.add_row("" if index else "pools", _pool_text(pool))
     if agents := _agents(summary):
@@ -89,7 +98,8 @@ def _pool_text(pool: dict[str, Any]) -> str:
     hours, budget, rate = (pool.get(key) for key in ("node_hours", "budget_node_hours", "tokens_per_node_hour"))
     of = "" if budget is None else f" of {budget:.3g}"
     each = "" if rate is None else f", {rate:,.0f} in each"
-    return f"{pool.get('pool')} {pool.get('tokens') or 0:,} tokens in {hours or 0:.3g}{of} node hours{each}"
+    tokens = f"{pool.get('pool')} {pool.get('tokens') or 0:,} tokens"
+    return tokens if pool.get("pool") == GUEST_ROLE else f"{tokens} in {hours or 0:.3g}{of} node hours{each}"
 
 
 def _agents(summary: dict[str, Any]) -> Text | None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ...core.launch import ExitReason
-from ...core.phases import STOPPING
+from ...core.phases import ASLEEP, STOPPING
 from ...core.run_spec import Limits, RoleSpec
 from ...core.types import (
+    GUEST_ROLE,
     STORE,
     DataReport,
     Incarnation,
@@ -24,6 +25,7 @@ from ...core.types import (
     ReplicaId,
     gang_of,
     is_support,
+    role_of,
 )
 from .baselines import RoleBaseline
 from .progress_tracker import ProgressTracker, restart_clocks, set_blocked_by
@@ -385,8 +387,13 @@ class HealthMonitor:
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def workers(self) -> Iterator[ReplicaView]:
-        """Return all replicas except agents and standby processes, for which no replica waits."""
-        return (view for view in self.replicas.values() if not is_support(view.incarnation.replica))
+        """Return all replicas for which others may wait: no agents, no standby processes, and only guests at work."""
+        return (
+            view
+            for view in self.replicas.values()
+            if not is_support(view.incarnation.replica)
+            or (role_of(view.incarnation.replica) == GUEST_ROLE and view.phase not in (None, ASLEEP))
+        )
 
     def incarnations_on(self, node: NodeName) -> list[Incarnation]:
         """Return the current incarnations on a node, without its agent."""

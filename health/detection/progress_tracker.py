@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from ...core.run_spec import Limits, RoleSpec
-from ...core.types import Incarnation, NodeName, ReplicaId, role_of
+from ...core.run_spec import GUEST_TRAITS, Limits, RoleSpec
+from ...core.types import GUEST_ROLE, Incarnation, NodeName, ReplicaId, role_of
 from .baselines import PhaseDurations, RoleBaseline, ThroughputRounds
 from .records import ReplicaView, RoleView
 
@@ -40,6 +40,7 @@ class ProgressTracker:
     def set_roles(self, roles: Iterable[RoleSpec]) -> None:
         """Set the roles of the job, before any replica or baseline of theirs is known."""
         self._roles = {role.name: RoleView(role.traits, role.awaited_as) for role in roles}
+        self._roles[GUEST_ROLE] = RoleView(GUEST_TRAITS, "rollout")
 
     def set_limits(self, limits: Limits) -> None:
         """Use the phases that this job declares, also for replicas that have already entered one of these phases."""

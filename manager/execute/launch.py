@@ -21,7 +21,7 @@ from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import HOST_ONLY_VARIABLES, INHERITED_VARIABLES, SAFE_PATH_ENV, prelude, select_variables
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerSpec, RoleSpec, RunSpec
-from ...core.types import AGENT, STANDBY_ROLE, TRAINER, Resources, role_of
+from ...core.types import AGENT, GUEST_ROLE, STANDBY_ROLE, TRAINER, Resources, role_of
 from ...transport.address import NETWORK_ENV
 from ..model.actions import Launch as LaunchAction
 from ..model.queries import readers_for, requires_admission
@@ -123,6 +123,8 @@ def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) 
         launch, step = _agent(run, state, action, job_dir)
     elif name == STANDBY_ROLE:
         launch, step = _standby(run, state, action, job_dir)
+    elif name == GUEST_ROLE:
+        launch, step = _guest(run, state, action, job_dir)
     else:
         launch, step = _role(run, state, action, job_dir, state.job.role(name))
     write_atomically(step.launch_file, msgspec.json.encode(launch))
@@ -183,6 +185,19 @@ def _standby(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> t
     launch, step = _role(run, state, action, job_dir, role)
     gpus = node.gpus if role.per_member.gpus else 0
     return msgspec.structs.replace(launch, standby=True, gpus=gpus), _overlapping(step, node.cpus, gpus)
+
+
+def _guest(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+    """Return the launch file and the step of a guest, which runs the command of the rollouts.
+
+    Its step gets all GPUs of the trainer on the node, of which its launcher shows it some, and shares the memory of
+    the job.
+    """
+    role, node = state.job.role("rollout"), _node(state, action)
+    launch, step = _role(run, state, action, job_dir, role)
+    gpus = state.job.role(role_of(TRAINER)).members_on_node.gpus if role.per_member.gpus else 0
+    step = _overlapping(step, node.cpus, gpus)
+    return launch, msgspec.structs.replace(step, resources=msgspec.structs.replace(step.resources, mem=0))
 
 
 def outdated_parts(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Container
 
 from ...core.run_spec import RunSpec
 from ...core.types import (
+    GUEST_ROLE,
     Cause,
     Evidence,
     Finding,
@@ -15,6 +16,7 @@ from ...core.types import (
     ReplicaId,
     Verdict,
     is_support,
+    is_trainer,
     role_of,
 )
 from ...transport.messages import AgentHello, Hello
@@ -52,11 +54,15 @@ class GpuRegistry:
         """Register a joining role's GPUs; return a FAIL about the role if another current incarnation uses one of them.
 
         Two overlapping steps share the first GPUs of their node (measured,
-        docs/architecture/clusters.md), and both would run out of memory.
+        docs/architecture/clusters.md), and both would run out of memory. A guest owns no GPU: it works on those of the
+        trainer, and only on those.
         """
         incarnation, node = hello.incarnation, hello.node
+        guest = role_of(incarnation.replica) == GUEST_ROLE
         for gpu in hello.gpus:
             other = self._owners.get((node, gpu))
+            if guest and other is not None and is_trainer(other.replica):
+                continue
             if other is not None and other != incarnation and state.is_current(other):
                 text = f"{incarnation} and {other} were both given GPU {gpu} of {node}"
                 evidence = (Evidence("worker", text, now),)
@@ -70,7 +76,8 @@ class GpuRegistry:
                     incarnation=incarnation,
                     proof=True,
                 )
-        self._owners.update({(node, gpu): incarnation for gpu in hello.gpus})
+        if not guest:
+            self._owners.update({(node, gpu): incarnation for gpu in hello.gpus})
         self._reported.add(incarnation)
         return None
 
@@ -125,5 +132,5 @@ class GpuRegistry:
 
 
 def _owns_gpus(job: RunSpec, replica: ReplicaId) -> bool:
-    """Return whether a process of this replica has GPUs of its own; a standby process has none."""
+    """Return whether a process of this replica has GPUs of its own; a standby process and a guest have none."""
     return not is_support(replica) and job.role(role_of(replica)).per_member.gpus > 0

@@ -6,7 +6,7 @@ from math import inf
 
 from ...core.phases import MAX_CLOCK_ENTRIES, ClockReading, PhaseTime
 from ...core.text import escaped
-from ...core.types import GpuUse, Incarnation, NodeName, Version, WeightTraffic, is_support
+from ...core.types import AGENT, STANDBY_ROLE, GpuUse, Incarnation, NodeName, Version, WeightTraffic, role_of
 from ..context import RunContext
 from ..model.events import ClocksRecorded, GpuUseRecorded, WeightsRecorded
 
@@ -51,8 +51,8 @@ class ClockRecorder:
         """Number of readings in the last record."""
 
     def on_report(self, incarnation: Incarnation, clock: ClockReading) -> None:
-        """Keep a reading of a role's process, and record all unrecorded readings if a record is due."""
-        if is_support(incarnation.replica):
+        """Keep a reading of a role's process or a guest's, and record all unrecorded readings if a record is due."""
+        if role_of(incarnation.replica) in (AGENT, STANDBY_ROLE):
             return
         now = self._context.now()
         if self._recorded_at == -inf:

@@ -19,7 +19,17 @@ from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.phases import STOPPING
 from ...core.run_dir import RunDir
 from ...core.text import escaped, last_lines_of, shows_missing_command
-from ...core.types import AGENT, STANDBY_ROLE, STORE, Incarnation, ReplicaId, is_trainer, replica_id, role_of
+from ...core.types import (
+    AGENT,
+    GUEST_ROLE,
+    STANDBY_ROLE,
+    STORE,
+    Incarnation,
+    ReplicaId,
+    is_trainer,
+    replica_id,
+    role_of,
+)
 from ...transport import messages as msg
 from ...transport.control.endpoints import Incoming
 from ..context import RunContext
@@ -533,7 +543,9 @@ def _is_from_agent(message: msg.AgentHello | msg.AgentHeartbeat) -> bool:
 def uses_worker_api(state: State, incarnation: Incarnation) -> bool:
     """Return whether the incarnation uses the worker API, so that a request to end can be sent to its worker."""
     name = role_of(incarnation.replica)
-    return name == STANDBY_ROLE or any(role.name == name and role.watch == "api" for role in state.job.roles)
+    return name in (STANDBY_ROLE, GUEST_ROLE) or any(
+        role.name == name and role.watch == "api" for role in state.job.roles
+    )
 
 
 def _step_ended(incarnation: Incarnation, record: ExitRecord) -> ev.StepEnded:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from ...core.faults import FAULT_TRAITS, MANAGER, Fault, FaultProblem, InvalidFault, TargetKind, validate_fault
 from ...core.run_dir import RunDir
 from ...core.run_spec import RunSpec
-from ...core.types import AGENT, STANDBY_ROLE
+from ...core.types import AGENT, GUEST_ROLE, STANDBY_ROLE
 from ..model import events as ev
 from ..model.state import State
 
@@ -116,8 +116,8 @@ def rejection(fault: Fault, job: RunSpec, state: State | None) -> InvalidFault |
     role, slash, rest = fault.target.partition("/")
     if role == AGENT and slash:
         return _missing(_no_node(rest, state))
-    if role == STANDBY_ROLE and slash:
-        return _missing(_no_standby(fault.target, state))
+    if role in _PROCESSES and slash:
+        return _missing(_no_process(fault.target, state))
     if FAULT_TRAITS[fault.kind].target_kind is TargetKind.NODE and not slash:
         return _missing(_no_node(fault.target, state))
     if FAULT_TRAITS[fault.kind].target_kind is TargetKind.REPLICA and fault.target != MANAGER:
@@ -145,15 +145,17 @@ def _no_node(node: str, state: State | None) -> str:
     return "" if node in own_nodes else f'no node "{node}" in this run; {nodes_text}'
 
 
-def _no_standby(target: str, state: State | None) -> str:
-    """Return why a fault cannot hit this standby process (``standby/<node>``), or '' if the process runs now.
+_PROCESSES = {STANDBY_ROLE: "standby process", GUEST_ROLE: "guest"}
+"""Processes that are started and stopped during a run, and their names for people."""
 
-    Standby processes are started and stopped during a run, and a fault can only hit a running process.
-    """
-    standbys = (
-        [replica.id for replica in state.replicas.values() if replica.role == STANDBY_ROLE and replica.is_current]
+
+def _no_process(target: str, state: State | None) -> str:
+    """Return why a fault cannot hit this process (``standby/<node>``, ``guest/<node>``), or '' if it runs now."""
+    role = target.partition("/")[0]
+    running = (
+        [replica.id for replica in state.replicas.values() if replica.role == role and replica.is_current]
         if state
         else []
     )
-    standbys_text = f"there are {', '.join(sorted(standbys))}" if standbys else "there is none now"
-    return "" if target in standbys else f'no standby process "{target}" in this run; {standbys_text}'
+    running_text = f"there are {', '.join(sorted(running))}" if running else "there is none now"
+    return "" if target in running else f'no {_PROCESSES[role]} "{target}" in this run; {running_text}'

@@ -215,6 +215,17 @@ class Resize(Struct, frozen=True, tag=True):
         return f"{self.pool}!resize"
 
 
+class WithdrawGuests(Struct, frozen=True, tag=True):
+    """Go on without guests until a user resumes the run. This action only changes the recorded state."""
+
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        """Return the tag of this decision."""
+        return "guests!withdraw"
+
+
 class Exclude(Struct, frozen=True, tag=True):
     """Stop using a node in this run.
 
@@ -281,7 +292,7 @@ ExternalAction = Request | Release | Launch | StopStep | InjectFault | Drain | U
 """Actions with an effect outside of the manager: the intent is journaled, then the action is carried out, then its
 result is journaled."""
 
-Decision = Fence | Exclude | Readmit | Resize | RestartAll | Finish
+Decision = Fence | Exclude | Readmit | Resize | WithdrawGuests | RestartAll | Finish
 """Actions that only change the state; they take effect when their event is journaled."""
 
 Action = ExternalAction | Decision

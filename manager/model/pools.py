@@ -1,14 +1,17 @@
-"""What an elastic rollout pool has, wants, has spent and may still spend, and which rollouts are extras. Pure."""
+"""What an elastic rollout pool has, wants, has spent and may still spend; which rollouts are extras; guests. Pure."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from ...core.run_spec import RoleSpec, RunSpec
-from ...core.types import Incarnation, member_id
+from ...core.types import GUEST_ROLE, TRAINER, Incarnation, member_id, role_of
 from .actions import Resize
+from .figures.idle_times import START, RolePoint, lent_share
 from .state import Allocation, PoolState, State, Status
 
+LEND_COST = "lend_cost_s"
+"""Metric of a step: the time (s) that lending the GPUs and taking them back cost together, learned by the trainer."""
 MIN_WALLTIME_S = 60.0
 """Minimum walltime (s) of a request. Slurm counts whole minutes."""
 
@@ -89,6 +92,38 @@ def extras(state: State) -> int:
         if members[0].role == role.name and all(member.status is Status.JOINED for member in members)
     ]
     return sum(max(0, working.count(role.name) - role.replicas) for role in fixed)
+
+
+class LendingFigures(Struct, frozen=True):
+    """How much the trainer lends its GPUs to the guests, in the last minutes or in a whole run that has ended."""
+
+    lent: float
+    """Share of the trainer's time (0 to 1)."""
+    hand_over_s: float | None
+    """Time (s) that lending and taking back cost together, as of the newest step; None if it is not known yet."""
+    guests_at_work: int
+    """Guests that have joined, asleep or not; in a run that has ended, those that ever had."""
+    guests: int
+    """Guests that the run has if all of them exist; 0 if it goes on without guests."""
+    guest_tokens: float
+    """Share of the generated tokens that guests generated (0 to 1)."""
+
+
+def lending_figures(state: State) -> LendingFigures | None:
+    """Return the figures of lending; None if the job does not lend."""
+    if not state.job.guests:
+        return None
+    now, before = state.idle_times.now, state.idle_times.before if state.outcome is None else START
+    names = (GUEST_ROLE, *(role.name for role in state.job.kind("rollout")))
+    done = [now.roles.get(name, RolePoint()).done - before.roles.get(name, RolePoint()).done for name in names]
+    ever = sum(role_of(id) == GUEST_ROLE for id in state.idle_times.newest)
+    return LendingFigures(
+        round(lent_share(now, before, role_of(TRAINER)), 4),
+        state.metrics.get(LEND_COST),
+        sum(one.status is Status.JOINED for one in state.guests) if state.outcome is None else ever,
+        0 if state.guests_withdrawn else state.job.guests,
+        round(done[0] / sum(done), 4) if sum(done) else 0.0,
+    )
 
 
 def _allocations(state: State, node_group: str) -> list[Allocation]:

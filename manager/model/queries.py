@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from ...cluster.traits import traits_of
 from ...core.run_spec import RoleSpec, RunSpec
 from ...core.types import (
+    GUEST_ROLE,
     STANDBY_ROLE,
     TRAINER,
     Finding,
@@ -18,6 +19,8 @@ from ...core.types import (
     Verdict,
     gang_of,
     index_of,
+    is_support,
+    is_trainer,
     member_id,
     natural_sort_key,
     role_of,
@@ -35,7 +38,7 @@ def gang(state: State, member: ReplicaId) -> list[Replica]:
 def members(state: State, member: ReplicaId) -> Iterator[Replica]:
     """Yield the members of :func:`gang`, for a caller that may not need all of them."""
     gang_id = gang_of(member)
-    ranks = state.job.role(role_of(gang_id)).ranks
+    ranks = 1 if is_support(member) else state.job.role(role_of(gang_id)).ranks
     return (state.replica(member_id(gang_id, rank)) for rank in range(ranks))
 
 
@@ -65,9 +68,53 @@ def has_worked(state: State, role: str) -> bool:
 
 
 def substitutes(job: RunSpec, role: str) -> frozenset[str]:
-    """Return the roles that can do the work of a role: all rollout pools for a rollout pool, else the role alone."""
-    kind = job.role(role).kind
-    return frozenset(other.name for other in job.kind(kind)) if kind == "rollout" else frozenset({role})
+    """Return the roles that can do the work of a role: for a role that generates all that do, else the role alone."""
+    if role != GUEST_ROLE and job.role(role).kind != "rollout":
+        return frozenset({role})
+    return frozenset({GUEST_ROLE, *(other.name for other in job.kind("rollout"))})
+
+
+def substitute_replicas(state: State, role: str) -> list[Replica]:
+    """Return the replicas of the role and of its :func:`substitutes`; guests only on nodes of the trainer."""
+    roles = substitutes(state.job, role)
+    found = [replica for replica in state.workers if replica.role in roles]
+    if GUEST_ROLE in roles and state.guests:
+        nodes = trainer_nodes(state)
+        found += [guest for guest in state.guests if guest.node in nodes]
+    return found
+
+
+def trainer_nodes(state: State) -> set[NodeName]:
+    """Return the nodes that members of the trainer are on or return to."""
+    places = (place_of(member) for member in state.workers if is_trainer(member.id))
+    return {node for node in places if node is not None}
+
+
+def guests_are_essential(state: State) -> bool:
+    """Return whether nothing else generates: no rollout is left that the run has not given up."""
+    if not state.job.guests_on_node:
+        return False
+    pools = {role.name for role in state.job.kind("rollout")}
+    return not any(one.role in pools and one.status is not Status.RETIRED for one in state.workers)
+
+
+def is_judged(state: State, replica: Replica) -> bool:
+    """Return whether failed starts of the replica can end the run: one of the job's roles, or an essential guest."""
+    return not is_support(replica.id) or (replica.role == GUEST_ROLE and guests_are_essential(state))
+
+
+def judged_replicas(state: State) -> list[Replica]:
+    """Return all replicas that :func:`is_judged` holds for."""
+    return [*state.workers, *(guest for guest in state.guests if is_judged(state, guest))]
+
+
+def restart_budget(state: State, replica: Replica) -> int:
+    """Return how many failures of the replica within the window are each answered by a restart.
+
+    A node goes on without a guest after its second failure, unless nothing else generates.
+    """
+    spared = replica.role == GUEST_ROLE and not guests_are_essential(state)
+    return 1 if spared else state.job.recovery.per_replica
 
 
 def others_may_work(state: State, role: str) -> bool:
@@ -109,6 +156,13 @@ def returned_early(state: State, replica: Replica, finding: Finding | None, at: 
     if finding is None or Flag.CLEAN_EXIT not in finding.flags:
         return False
     return replica.status is not Status.JOINED or at - replica.since < state.job.recovery.window
+
+
+def is_crowded(state: State, replica: Replica, finding: Finding | None) -> bool:
+    """Return whether a trainer that failed with this finding found too little memory on GPUs that it shares."""
+    exception = None if finding is None else finding.exception
+    shared = is_trainer(replica.id) and any(guest.is_current for guest in state.guests)
+    return shared and exception is not None and exception.out_of_gpu_memory
 
 
 def owner_of(state: State, step: str) -> Replica | None:

@@ -112,6 +112,7 @@ def on_resumed(state: State, at: float, event: ev.Resumed) -> State:
         requested_restarts={},
         node_commands={},
         full_restarts=(),
+        guests_withdrawn=False,
         baselines={},
         balance=(),
         pools={name: PoolState(spent_node_s=pool.spent_node_s) for name, pool in pools.items()},

@@ -27,7 +27,16 @@ from .figures import idle_times, stream_figures
 from .figures.reward_curve import add_step
 from .figures.step_times import with_commit
 from .figures.token_ages import with_step
-from .queries import current_owner, is_batch_role, members, most_severe, reached_step, returned_early, starts_ended_by
+from .queries import (
+    current_owner,
+    is_batch_role,
+    is_crowded,
+    members,
+    most_severe,
+    reached_step,
+    returned_early,
+    starts_ended_by,
+)
 from .state import AdmittedProcess, FailedIncarnation, OrphanStep, Replica, State, Status, UnchargedRestart
 from .table import put, without
 
@@ -173,6 +182,7 @@ def count_failure(
     refused: bool = False,
     not_started: str | None = None,
     detector: str = "",
+    crowded: bool = False,
 ) -> State:
     """Count one more failure of the replica and delay its next launch. The delay doubles with each recent failure."""
     replica, recovery = state.replica(id), state.job.recovery
@@ -186,6 +196,7 @@ def count_failure(
         joined=replica.status is Status.JOINED,
         not_started=not_started,
         detector=detector,
+        crowded=crowded,
     )
     failures = (*(failed for failed in replica.failures if at - failed.at < recovery.window), failure)
     longest = max(MAX_RESTART_BACKOFF_S, recovery.backoff)
@@ -232,7 +243,10 @@ def on_fence(state: State, at: float, fence: Fence) -> State:
         state = _count_failed_start(state, replica.id)
         not_started = finding.evidence[0].text if Flag.NOT_STARTED in finding.flags else None
     detector = finding.detector if finding is not None else ""
-    state = count_failure(state, at, replica.id, status, why, not_started=not_started, detector=detector)
+    crowded = is_crowded(state, replica, finding)
+    state = count_failure(
+        state, at, replica.id, status, why, not_started=not_started, detector=detector, crowded=crowded
+    )
     state = with_replica(state, replica.id, preferred_node=prefer, **changes)
     return replace(_drop_findings(state, fence.incarnation), recoveries=state.recoveries + (not retired))
 

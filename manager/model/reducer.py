@@ -24,6 +24,7 @@ from .actions import (
     Shrink,
     StopStep,
     Undrain,
+    WithdrawGuests,
     fault_tag,
 )
 from .figures import idle_times
@@ -150,6 +151,8 @@ def _on_decided(state: State, at: float, event: ev.Decided) -> State:
         return on_restart_all(state, at, action)
     if isinstance(action, Resize):
         return on_resize(state, at, action)
+    if isinstance(action, WithdrawGuests):
+        return replace(state, guests_withdrawn=True)
     return on_fence(state, at, action)
 
 

@@ -17,6 +17,7 @@ from ...cluster.base import AllocationRequest, AllocationState, AllocationStatus
 from ...core.faults import Fault
 from ...core.run_spec import RunSpec
 from ...core.types import (
+    GUEST_ROLE,
     Cause,
     Finding,
     GpuUse,
@@ -85,6 +86,8 @@ class FailedIncarnation(Struct, frozen=True):
     detector: str = ""
     """Detector whose finding led to the fence of the incarnation; empty if it was not launched, or failed without a
     finding."""
+    crowded: bool = False
+    """True if the trainer found too little memory on its GPUs while guests shared them."""
 
 
 class UnchargedRestart(Struct, frozen=True):
@@ -471,6 +474,8 @@ class State(Struct, frozen=True, dict=True):
     full_restarts: tuple[float, ...] = ()
     """Manager's times (s), within the recovery window, of the restarts of the whole run."""
     recoveries: int = 0
+    guests_withdrawn: bool = False
+    """True once the run goes on without guests, until a user resumes it."""
     finish: Finish | None = None
     """Decision that ends the run and fixes its outcome; None while the run continues."""
     outcome: Outcome | None = None
@@ -480,8 +485,13 @@ class State(Struct, frozen=True, dict=True):
     # ── computed once for each state that is asked ───────────────────────────────────────────────────────────────────
     @cached_property
     def workers(self) -> tuple[Replica, ...]:
-        """Return the members of the job's roles, without agents and standby processes."""
+        """Return the members of the job's roles, without agents, standby processes and guests."""
         return tuple(replica for replica in self.replicas.values() if not is_support(replica.id))
+
+    @cached_property
+    def guests(self) -> tuple[Replica, ...]:
+        """Return the rollouts on nodes of the trainer, also those that do not run now."""
+        return tuple(replica for replica in self.replicas.values() if replica.role == GUEST_ROLE)
 
     @cached_property
     def gangs(self) -> tuple[list[Replica], ...]:
@@ -499,8 +509,8 @@ class State(Struct, frozen=True, dict=True):
     @cached_property
     def worked(self) -> frozenset[str]:
         """Return the roles of which a replica has completed, or has worked since the run began or was last resumed."""
-        did = (member for member in self.workers if member.ever_worked or member.status is Status.COMPLETED)
-        return frozenset(member.role for member in did)
+        did = (one for one in self.replicas.values() if one.ever_worked or one.status is Status.COMPLETED)
+        return frozenset(one.role for one in did)
 
     @cached_property
     def findings_about(self) -> dict[Incarnation | NodeName, list[Finding]]:

@@ -12,6 +12,7 @@ from ..model.actions import Action, Decision
 from ..model.state import State
 from .capacity.allocations import supply
 from .capacity.elastic import resize
+from .capacity.guests import plan_guests, stop_guests
 from .capacity.node_lifecycle import drain_actions, lifecycle_decisions
 from .capacity.nodes import NodeInventory
 from .capacity.placement import assign, place
@@ -56,6 +57,8 @@ def plan(state: State, now: float) -> Plan:
     if lifecycle:
         return Plan(tuple(lifecycle), now)
     assigned = assign(state, inventory, now)
+    if stopped := stop_guests(state, assigned):  # before anything is launched where they are
+        return Plan(tuple(stopped), now)
     resized, resize_wake = resize(state, inventory, assigned, now)
     if sized := (*resized, *resize_extras(state, inventory, assigned, now)):
         return Plan(sized, now)
@@ -67,7 +70,8 @@ def plan(state: State, now: float) -> Plan:
         return Plan(tuple(supplied), now)
     placed, place_wake = place(state, inventory, assigned, now)
     standbys, standby_wake = plan_standbys(state, inventory, assigned, now)
+    guests, guest_wake = plan_guests(state, inventory, now)
     faults, fault_wake = due_faults(state, now)
     wake = min(ending_wake, breaker_wake, lifecycle_wake, resize_wake, move_wake, supply_wake, place_wake)
-    wake = min(wake, standby_wake, fault_wake)
-    return Plan((*supplied, *placed, *standbys, *drain_actions(state), *faults), wake)
+    wake = min(wake, standby_wake, guest_wake, fault_wake)
+    return Plan((*supplied, *placed, *standbys, *guests, *drain_actions(state), *faults), wake)

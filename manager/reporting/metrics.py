@@ -21,7 +21,7 @@ from ..model import events as ev
 from ..model.actions import Exclude
 from ..model.figures.idle_times import IdleTimes, idle_shares
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures
-from ..model.pools import extras, pool_figures
+from ..model.pools import extras, lending_figures, pool_figures
 from ..model.queries import weights_lag_steps
 from ..model.state import State, Status
 from .accounting.pool_use import pool_uses
@@ -170,6 +170,7 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
     down = Counter(role_of(outage.replica) for outage in list(counters.timeline.outages.values()))
     yield from _of_clocks(state.idle_times)
     yield from _of_pools(state, facts.now)
+    yield from _of_lending(state)
     yield from _of_stream(state.stream_figures)
     if state.episode_figures != EpisodeFigures():
         yield from _of_episodes(state.episode_figures)
@@ -207,9 +208,13 @@ def _of_roles(state: State, counters: RunCounters, facts: Facts) -> Iterator[Met
 
 
 def _of_pools(state: State, now: float) -> Iterator[Metric]:
-    """Yield the figures of each rollout pool; nothing if the run has a single pool and had no extras."""
+    """Yield the figures of each rollout pool and of the guests.
+
+    Yields nothing if the run has a single pool and had neither extras nor guests.
+    """
     uses = pool_uses(state, now)
-    figures = [(one.pool, pool_figures(state, state.job.role(one.pool), now)) for one in uses]
+    pools = {role.name: role for role in state.job.kind("rollout")}
+    figures = [(one.pool, pool_figures(state, pools[one.pool], now)) for one in uses if one.pool in pools]
     counts: dict[tuple[str, ...], float] = {}
     for name, pool in figures:
         counts |= {(name, "at_work"): pool.at_work, (name, "wanted"): pool.wanted, (name, "queued"): pool.queued_nodes}
@@ -226,6 +231,24 @@ def _of_pools(state: State, now: float) -> Iterator[Metric]:
     yield _counted("rrl_pool_node_hours", "Node hours that a rollout pool has used.", ("pool",), hours)
     limits: dict[tuple[str, ...], float] = {(one.pool,): one.budget_node_hours for one in uses if one.budget_node_hours}
     yield _labelled("rrl_pool_node_hours_limit", "Node hours that an elastic rollout pool may use.", ("pool",), limits)
+
+
+def _of_lending(state: State) -> Iterator[Metric]:
+    """Yield how much the trainer lends its GPUs; nothing if the job does not lend."""
+    figures = lending_figures(state)
+    if figures is None:
+        return
+    yield _gauge("rrl_trainer_lent_ratio", "Share of the last minutes that the trainer lent its GPUs.", figures.lent)
+    if figures.hand_over_s is not None:
+        yield _gauge(
+            "rrl_hand_over_seconds", "Time that lending the GPUs and taking them back cost.", figures.hand_over_s
+        )
+    yield _labelled(
+        "rrl_guests",
+        "Rollouts on nodes of the trainer that have joined, and that the run has if all of them exist.",
+        ("what",),
+        {("at_work",): float(figures.guests_at_work), ("wanted",): float(figures.guests)},
+    )
 
 
 def _of_clocks(times: IdleTimes) -> Iterator[Metric]:

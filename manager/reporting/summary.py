@@ -22,6 +22,7 @@ from ..model import events as ev
 from ..model.figures import token_ages
 from ..model.figures.idle_times import START, IdleTimes, idle_shares, phase_times
 from ..model.figures.stream_figures import EpisodeFigures, StreamFigures, as_count
+from ..model.pools import LendingFigures, lending_figures
 from ..model.reducer import fold
 from ..model.state import Evaluation, Node, State
 from ..storage.journal import replay
@@ -166,6 +167,9 @@ class RunFigures(ModelFolders, frozen=True, kw_only=True):
 
     stream: StreamSummary = StreamSummary()
     episodes: EpisodeCounts = EpisodeCounts()
+    lending: LendingFigures | None = None
+    """How much the trainer lends its GPUs: in the last minutes, or in the whole of an ended run. None if it never
+    does."""
     turns: int = 0
     """Turns of the finished episodes."""
     branches: int = 0
@@ -185,6 +189,7 @@ def run_figures(state: State, folders: ModelFolders = ModelFolders()) -> dict[st
         **asdict(folders),
         "stream": stream_summary(state.job, state.idle_times, state.stream_figures),
         "episodes": episode_counts(state.episode_figures),
+        "lending": lending_figures(state),
         **{name: episodes[name] for name in RunFigures.__struct_fields__ if name in episodes},
     }
 
@@ -227,7 +232,7 @@ class Summary(RunFigures, frozen=True):
     evaluations: list[Evaluation] = msgspec.field(default_factory=list)
     """The results of the evaluations, in the order of their steps."""
     rollout_pools: list[PoolUse] = msgspec.field(default_factory=list)
-    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
+    """Use of each rollout pool and of the guests; empty if the run has a single pool, and no extras and no guests."""
     drain_requests: list[DrainRequest] = msgspec.field(default_factory=list)
     """Nodes that an administrator should drain because the cluster did not let the run drain them."""
 

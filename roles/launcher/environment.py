@@ -9,6 +9,7 @@ from pathlib import Path
 from ...core.launch import Launch
 from ...core.processes import raise_nofile
 from ...core.role_environment import is_launcher_variable
+from ...core.types import slot_of
 from ...transport.address import interface_on, own_address
 
 ADDRESS_ENV = "RRL_ADDRESS"
@@ -38,6 +39,8 @@ def node_environment(launch: Launch) -> dict[str, str]:
     from_slurm = {name: os.environ[name] for name in VISIBLE_DEVICES_VARIABLES if name in os.environ}
     if launch.gpus and (gpus := slurm_gpus()):
         from_slurm[GPUS_ENV] = gpus
+    if launch.guest and launch.gpus:
+        from_slurm = {name: _share_of(launch, gpus) for name, gpus in from_slurm.items()}
     return image | from_slurm | _addresses(launch) | launch.env
 
 
@@ -55,6 +58,12 @@ def configured_readers(launch: Launch) -> tuple[str, ...]:
 def slurm_gpus() -> str:
     """Return the numbers of the GPUs that Slurm assigned to this step, separated by commas; empty if there are none."""
     return next((os.environ[name] for name in _SLURM_GPU_VARIABLES if os.environ.get(name)), "")
+
+
+def _share_of(launch: Launch, gpus: str) -> str:
+    """Return the GPUs of a guest, of all GPUs of the trainer on this node: guests share them in order."""
+    first = launch.gpus * slot_of(launch.incarnation.replica)
+    return ",".join(gpus.split(",")[first : first + launch.gpus])
 
 
 def _addresses(launch: Launch) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 The memory of an earlier process may be released only some time after the process has ended. A role that starts before
 the release cannot allocate memory. If the driver does not answer, the role starts at once.
+
+The memory of the run's guests does not count: even an idle guest keeps some GiB, and one that works gives its memory up
+once the trainer asks for it, which it does after its start. A guest itself does not wait, as the trainer uses its GPUs.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Mapping
 
 from ...core.command_runner import run_async
+from ...core.launch import LAUNCH_ENV, read_launch
+from ...core.processes import processes
+from ...core.run_dir import OwnPath
 from ...health.readers.samples import Accelerator
 from ...transport.address import NoAddress
 from .environment import node_environment
@@ -38,7 +45,7 @@ async def wait_until_free(supervisor: StepSupervisor) -> str:
     The text is also empty if the driver does not answer, or if a stop is requested during the wait.
     """
     launch = supervisor.launch
-    if not launch.gpus or launch.standby:  # a standby shares its node with the processes that use the GPUs
+    if not launch.gpus or launch.standby or launch.guest:  # they share their node with the processes that use the GPUs
         return ""
     try:
         env = {**os.environ, **node_environment(launch)}
@@ -69,15 +76,46 @@ def main() -> None:
     """
     gpus, names = NodeGpus(), assigned_gpus()
     deadline = time.monotonic() + FREE_TIMEOUT_S
-    while occupied := [
-        f"{gpu.memory_used // 2**20} MiB of GPU {name} are still in use{_occupants_text(gpu)}"
-        for name, gpu in zip(names, gpus.read(names), strict=False)
-        if gpu.memory_used is not None and gpu.memory_used > MAX_USED_BYTES
-    ]:
+    while occupied := _occupied(dict(zip(names, gpus.read(names), strict=False))):
         if time.monotonic() >= deadline:
             sys.stdout.write("; ".join(occupied))  # wait_until_free reads it
             return
         time.sleep(POLL_INTERVAL_S)
+
+
+def _occupied(gpus: Mapping[str, Accelerator]) -> list[str]:
+    """Return a text about each GPU whose memory is in use, by others than the guests of this run."""
+    full = {name: gpu for name, gpu in gpus.items() if (gpu.memory_used or 0) > MAX_USED_BYTES}
+    guests = _guests() if full else set()
+    return [
+        f"{used // 2**20} MiB of GPU {name} are still in use{_occupants_text(gpu)}"
+        for name, gpu in full.items()
+        if (used := _used_by_others(gpu, guests)) > MAX_USED_BYTES
+    ]
+
+
+def _guests() -> set[int]:
+    """Return the pids of all processes of the run's guests on this node."""
+    if not (folder := os.path.dirname(os.environ.get(LAUNCH_ENV, ""))):
+        return set()
+    launched: dict[str, list[int]] = {}
+    for process in processes(folder):
+        launched.setdefault(process.launch, []).append(process.pid)
+    return {pid for file, pids in launched.items() if _is_guest(file) for pid in pids}
+
+
+def _is_guest(launch_file: str) -> bool:
+    try:
+        return read_launch(OwnPath(launch_file)).guest
+    except (OSError, ValueError):  # the file is gone or damaged: nothing is known about its processes
+        return False
+
+
+def _used_by_others(gpu: Accelerator, guests: set[int]) -> int:
+    """Return the bytes that are in use without those of the guests; 0 if this is unknown."""
+    if gpu.memory_used is None or (gpu.processes is None and guests):
+        return 0
+    return gpu.memory_used - sum(one.memory or 0 for one in gpu.processes or () if one.pid in guests)
 
 
 def _occupants_text(gpu: Accelerator) -> str:

@@ -6,7 +6,8 @@ a class or of a function, and is called with three arguments: the worker ``me``,
 - A class is an :class:`Engine`. It is called when the process has joined the run, while the first weights are received;
   in a standby process, before its promotion.
 - A function is called before the process joins the run. It checks the configuration, and returns a function without
-  arguments, which then builds the engine.
+  arguments, which then builds the engine. In a guest the engine is built when the trainer first lends the GPUs; before,
+  neither the function nor the import may touch a GPU.
 
 The model is the one that the trainer trains, without memory for its tensors (:func:`..models.policy.materialise`
 allocates it), for an engine that computes with it, or that needs names and shapes. It is None if rrl cannot build the
@@ -20,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 from torch import Tensor, nn
 
 import rrl
 
-from ...config.import_paths import ENGINE_ARGUMENTS, ENGINES
+from ...config.import_paths import ENGINE_ARGUMENTS, ENGINES, SLEEPING
 from ...core.types import Version
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import TaskError, import_row
@@ -37,6 +38,10 @@ from ..trajectories.types import Item, Segment
 StepOutput = tuple[list[Segment], list[int]]
 """New segments, and the trajectories that these segments complete. The segments of one trajectory are in their
 order."""
+
+
+IN_USE_TEXT = "the engine sleeps for the first time; %.1f GiB of its GPU are in use by all processes"
+"""What an engine logs after its first sleep: what the trainer, and what the next wake, must do without."""
 
 
 class Sampling(Struct, frozen=True):
@@ -61,9 +66,10 @@ def sampling_of(me: rrl.Worker) -> Sampling:
 class Engine(Protocol):
     """A model that extends many trajectories together, step by step; used by one thread.
 
-    :class:`Sampling` is given at construction. If :meth:`step`, :meth:`load` or :meth:`probe` raises an exception, the
-    engine is unusable: the process ends, and the next incarnation continues from the segments that were returned. Only
-    a ValueError of ``load`` leaves the engine usable.
+    :class:`Sampling` is given at construction. If any other method raises an exception, the engine is unusable: the
+    process ends, and the next incarnation continues from the segments that were returned. Only a ValueError of
+    :meth:`load` leaves the engine usable. :meth:`sleep` and :meth:`wake` are needed only in jobs that lend the
+    trainer's GPUs (``[tags] trainer``).
     """
 
     @property
@@ -117,11 +123,28 @@ class Engine(Protocol):
             RuntimeError: The result is invalid, for example not finite.
         """
 
+    def sleep(self) -> None:
+        """Stop extending all trajectories, as :meth:`abort` does, and free the memory of weights and cache.
+
+        What was generated is flushed before. Only :meth:`wake` and :meth:`close` may follow.
+        """
+
+    def wake(self) -> None:
+        """Get the memory of the weights back; their values are lost. :meth:`load` follows, after which all is usable.
+
+        The version that is then loaded may be one that was loaded before. No prefix that was read before the sleep
+        may be reused.
+        """
+
     def close(self) -> None:
         """Free the engine's resources. No method may be called afterwards."""
 
 
 _METHODS = [name for name in vars(Engine) if not name.startswith("_")]
+
+
+def _missing(engine: Any, methods: Iterable[str]) -> list[str]:
+    return [method for method in methods if not hasattr(engine, method)]
 
 
 def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Callable[[], Engine]:
@@ -133,6 +156,9 @@ def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -
     table = me.job.role(me.launch.role).table
     with exits_on_invalid_config(TaskError):
         named = import_row(name, rows, Path(me.launch.cwd), "engine", table, ENGINE_ARGUMENTS)
+    needed = [method for method in _METHODS if me.launch.guest or method not in SLEEPING]
+    if me.launch.guest and isinstance(named, type) and (missing := _missing(named, SLEEPING)):
+        _refuse(table, f"{name} cannot be a guest of the trainer: it lacks {' and '.join(missing)}")
     build = partial(named, me, model, tokenizer) if isinstance(named, type) else named(me, model, tokenizer)
     if not callable(build):
         right = "return a function that builds the engine, or name a class"
@@ -140,7 +166,7 @@ def load_engine(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -
 
     def build_checked() -> Engine:
         engine: Engine = build()
-        if missing := [method for method in _METHODS if not hasattr(engine, method)]:
+        if missing := _missing(engine, needed):
             _refuse(table, f"{name} built {type(engine).__name__}, an engine without {', '.join(missing)}")
         return engine
 

@@ -17,7 +17,9 @@ import rrl
 
 from ...config.import_paths import ENGINES
 from ...config.model_folder import why_unsupported
+from ...core.types import slot_of
 from ..launcher.end_report import exits_on_invalid_config
+from ..lending.baton import GuestBaton
 from ..models.policy import compute_dtype, skeleton
 from ..models.tensors import unpack
 from ..models.tokenizer import open_tokenizer
@@ -36,6 +38,10 @@ APPEND_INTERVAL_S = 0.1
 """Minimum time (s) between two appends while the engine has no free slots. Each append, however few tokens it contains,
 costs the store a flush of 1 to 4 ms (measured), during which the store serves no other process. Besides the tokens of
 unfinished segments, a crash loses at most the tokens of this interval."""
+LEASE_POLL_S = 0.005
+"""Seconds between two looks of a guest whether it got work or is asked for the GPUs."""
+WEIGHTS_POLL_S = 0.1
+"""Seconds between two looks of a guest for the first weights."""
 
 
 def main() -> None:
@@ -43,33 +49,87 @@ def main() -> None:
     me = rrl.join()
     build = _builder(me)  # first, so that an invalid configuration is found before the rollout joins
     with me:
+        if me.launch.guest:
+            generate_when_lent(me, build)
+            return
         engine = build()  # built while the first weights are being received
         run(me, engine)
         engine.close()
 
 
-def run(me: rrl.Worker, engine: Engine) -> None:
-    """Generate until the manager requests a stop.
+def run(me: rrl.Worker, engine: Engine, baton: GuestBaton | None = None) -> None:
+    """Generate until the manager requests a stop or, with ``baton``, until the trainer asks for it back.
 
-    All generated tokens are durable on return, so that other rollouts can continue the trajectories.
+    All generated tokens are durable on return, so that other rollouts can continue the trajectories. With ``baton`` the
+    leases have ended, too, and the engine, which has just woken, gets the newest weights first.
     """
-    probe, leases = _EngineProbe(engine), _Leases(me, engine)
+    ended = me.stopping.is_set if baton is None else lambda: me.stopping.is_set() or baton.back_requested
+    probe, leases = _EngineProbe(engine), _Leases(me, engine, ended, polls=baton is not None)
     appends = _Appends(me, engine, leases)
     me.on_probe(probe.answer)
-    while not me.stopping.is_set():
+    if baton is not None:
+        _update_weights(me, engine, probe, again=True)
+        baton.ready()
+    while not ended():
         leases.wait()
         _update_weights(me, engine, probe)
         if engine.has_work:
             with me.phase("generate"):
-                _generate(me, engine, probe, appends, leases)
+                _generate(me, engine, probe, appends, leases, ended)
+    if baton is not None:
+        appends.hand_over()
+        leases.hand_over()
+        return
     appends.add(*engine.flush())
     appends.send()
     appends.receive()
 
 
-def _generate(me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _Appends, leases: _Leases) -> None:
-    """Generate until no work is left or a stop is requested; lease more work as soon as there are free slots."""
-    while engine.has_work and not me.stopping.is_set():
+def generate_when_lent(me: rrl.Worker, build: Callable[[], Engine]) -> None:
+    """Generate as a guest: whenever the trainer lends the GPUs of this slot, until the manager requests a stop.
+
+    The engine is built when the GPUs are lent for the first time; before, this process has nothing on a GPU. Weights
+    are received at all times. An exception of the engine ends the process, and with it what it holds.
+    """
+    engine: Engine | None = None
+    baton: GuestBaton | None = None
+
+    def stopping() -> bool:
+        me.answer_probe()
+        return me.stopping.is_set()
+
+    while True:
+        me.on_probe(lambda: "the guest waits for the trainer to lend the GPUs")
+        with me.phase("asleep"):
+            while baton is None and not stopping():
+                if me.new_weights(again=True) is None:
+                    time.sleep(WEIGHTS_POLL_S)
+                else:  # from now on the guest can generate
+                    slot = slot_of(me.launch.incarnation.replica)
+                    baton = GuestBaton(me.run_dir.id, me.node, slot, me.keys.secret, me.launch.incarnation)
+            if baton is None or not baton.wait_until_ours(stopping):
+                break
+        if engine is None:
+            with me.phase("starting"):
+                engine = build()
+                _update_weights(me, engine, _EngineProbe(engine), again=True)
+                engine.sleep()  # an engine that does not survive this must not get work
+        with me.phase("loading_weights"):
+            engine.wake()
+        run(me, engine, baton)
+        engine.sleep()
+        baton.give_back()
+    if engine is not None:
+        engine.close()
+    if baton is not None:
+        baton.close()
+
+
+def _generate(
+    me: rrl.Worker, engine: Engine, probe: _EngineProbe, appends: _Appends, leases: _Leases, ended: Callable[[], bool]
+) -> None:
+    """Generate until no work is left or the end is requested; lease more work as soon as there are free slots."""
+    while engine.has_work and not ended():
         appends.add(*engine.step())
         appends.advance()
         leases.advance()
@@ -83,10 +143,12 @@ class _Leases:
     at the store. Without this request, a new turn would wait until the next append, which is up to a segment of tokens
     later. In a job without agents all work exists before a rollout requests it, so no request waits while the engine
     has work.
+
+    With ``polls`` the rollout waits for work only until ``ended`` returns True.
     """
 
-    def __init__(self, me: rrl.Worker, engine: Engine) -> None:
-        self._me, self._engine = me, engine
+    def __init__(self, me: rrl.Worker, engine: Engine, ended: Callable[[], bool], *, polls: bool) -> None:
+        self._me, self._engine, self._ended, self._polls = me, engine, ended, polls
         self._work_appears = me.job.agents is not None or me.job.endpoint is not None
         self._open: PendingLease | None = None
 
@@ -97,10 +159,17 @@ class _Leases:
 
     def wait(self) -> None:
         """Wait for work, and give it to the engine."""
-        if self._open is None:
+        if self._open is None and not self._polls:
             self._engine.add(self._me.lease(self._engine.free_slots))
             return
         with self._me.phase("wait_work"):
+            if self._open is None:
+                self._open = self._me.start_lease(self._engine.free_slots)
+            while self._polls and not self._open.answered:
+                if self._ended():
+                    return
+                self._me.answer_probe()
+                time.sleep(LEASE_POLL_S)
             self._receive(self._open)
 
     def advance(self) -> None:
@@ -109,6 +178,12 @@ class _Leases:
             self._receive(self._open)
         if self._work_appears and self._open is None and self._engine.free_slots:
             self._open = self._me.start_lease(self._engine.free_slots)
+
+    def hand_over(self) -> None:
+        """Give back what the open request has leased meanwhile."""
+        if self._open is not None and self._open.finish():
+            self._me.hand_over(())
+        self._open = None
 
     def _receive(self, answer: PendingLease) -> None:
         self._open = None
@@ -157,6 +232,13 @@ class _Appends:
             self._segments, self._finished = [], []
             self._sent_at = time.monotonic()
 
+    def hand_over(self) -> None:
+        """Append everything that was generated, and end all leases; called instead of a last :meth:`send`."""
+        self.receive()
+        self.add(*self._engine.flush())
+        self._me.hand_over(self._segments, self._finished)
+        self._segments, self._finished = [], []
+
     def receive(self) -> None:
         """Wait for the answer to the open append, if there is one, and pass it on to the engine."""
         if self._open is None:
@@ -169,9 +251,12 @@ class _Appends:
         self._engine.add(leased)
 
 
-def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe) -> None:
-    """Load new weights, if there are any; running trajectories continue with them."""
-    if new := me.new_weights():
+def _update_weights(me: rrl.Worker, engine: Engine, probe: _EngineProbe, *, again: bool = False) -> None:
+    """Load new weights, if there are any; running trajectories continue with them.
+
+    With ``again`` the newest weights are loaded even if they were loaded before.
+    """
+    if new := me.new_weights(again=True) if again else me.new_weights():
         with me.phase("loading_weights"):
             engine.load(new.version, unpack(new.tensors, new.flat))
             engine.probe()

@@ -7,10 +7,12 @@ same way, running trajectories continue with new weights: their prefixes are rea
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -22,19 +24,28 @@ from ..models.policy import load_weights, log_probs, materialise
 from ..models.tensors import assigned_device
 from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
-from .engine import Engine, Sampling, StepOutput, sampling_of
+from .engine import IN_USE_TEXT, Engine, Sampling, StepOutput, sampling_of
 from .foreign_sampling import GREEDY, next_token
+
+_log = logging.getLogger("rrl.rollout")
+
+GUEST_SEGMENT_TOKENS = 16
+"""Maximum number of tokens of a segment, and so of a step, in a guest: it hands the GPUs back between two steps."""
 
 
 def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     """Return the function that builds the engine as :mod:`.engine` describes it."""
-    device = assigned_device(me.launch)
+    if not me.launch.guest:
+        assigned_device(me.launch)  # a missing GPU is found before the rollout joins
+    sampling = sampling_of(me)
+    if me.launch.guest:
+        sampling = replace(sampling, segment_tokens=min(sampling.segment_tokens, GUEST_SEGMENT_TOKENS))
 
     def build() -> Engine:
-        materialise(model, device)
+        materialise(model, assigned_device(me.launch))
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
-            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=sampling_of(me), lease=me.rollout.lease
+            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=sampling, lease=me.rollout.lease
         )
 
     return build
@@ -81,6 +92,9 @@ class TorchEngine:
         self._rows: list[_Row] = []
         self._batch: _RowBatch | None = None
         self._already_complete: list[int] = []
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        """The storages of the parameters and their sizes in bytes while the engine sleeps."""
+        self._has_slept = False
 
     @property
     def free_slots(self) -> int:
@@ -199,6 +213,26 @@ class TorchEngine:
         if not bool(torch.isfinite(logits).all()):
             raise Diverged(self._version, "NaN or infinite logits")
         return logits
+
+    def sleep(self) -> None:
+        """Free the storages of the parameters and the cache (:meth:`.engine.Engine.sleep`); small buffers stay."""
+        self._rows, self._already_complete, self._batch, self._version = [], [], None, None
+        storages = {storage._cdata: storage for each in self._model.parameters() if (storage := each.untyped_storage())}
+        self._asleep = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._asleep:
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            if not self._has_slept:
+                free, total = torch.cuda.mem_get_info(self._device)
+                _log.info(IN_USE_TEXT, (total - free) / 2**30)
+        self._has_slept = True
+
+    def wake(self) -> None:
+        """Allocate the storages of the parameters again (:meth:`.engine.Engine.wake`)."""
+        for storage, nbytes in self._asleep:
+            storage.resize_(nbytes)
+        self._asleep = []
 
     def close(self) -> None:
         """Free the engine's resources."""

@@ -26,6 +26,7 @@ from msgspec import Struct
 
 import rrl
 
+from ..snapshots.mapping import anonymous_memory
 from ..trajectories.types import TrainedStep
 from ..worker.status.external_waits import waiting
 from ..worker.uncommitted_steps import UncommittedSteps
@@ -116,6 +117,8 @@ class AsyncSaver:
         """Steps whose checkpoints are being written or are waiting to be written, in order."""
         self._newest: _Staged | None = None
         """The newest step if no checkpoint of it is due, else None. It gets a checkpoint if it is the last step."""
+        self._copy: memoryview | None = None
+        """The host copy of the learner's last step; None if there is none."""
         self._state = ThreadState(fail)
         self._todo: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="rrl-saver", daemon=True)
@@ -136,10 +139,11 @@ class AsyncSaver:
         """
         learner = self._learner
         self._wait(learner.number - self._max_uncommitted)
-        self._newest = None  # the next copy may overwrite this step's memory
+        self._newest = self._copy = None  # the next copy may overwrite this step's memory
         buffer = self._buffers.buffer(self.layout.nbytes, learner.number)
         self._publisher.reserve(buffer)
         self.layout.fill(buffer, self._tensors)
+        self._copy = buffer
         metrics = {**metrics, "publish_blocked_s": self._publisher.take_blocked_s()}
         earlier: tuple[TrainedStep, ...] = ()
         if self._uncommitted is not None:
@@ -153,6 +157,18 @@ class AsyncSaver:
         if self._is_checkpoint_step(learner.number):
             self._write_newest()
         self._publisher.offer(meta.number, self.layout.views(buffer), buffer)
+
+    def host_copy(self) -> memoryview:
+        """Return a host copy of the learner's tensors, which stays unchanged until the next :meth:`save`.
+
+        It is the copy of the last step. Before the first :meth:`save` a copy is made, in memory of its own. It is not
+        sealed: as a snapshot of the committed step by another incarnation than the one that committed the step, it
+        could not be restored, and could displace the one that can be (:func:`.restore.candidates`).
+        """
+        if self._copy is None:
+            self._copy = anonymous_memory(self.layout.nbytes)
+            self.layout.fill(self._copy, self._tensors)
+        return self._copy
 
     def _write_newest(self) -> None:
         """Pass the newest step to the saving thread, unless the thread already has it."""

@@ -171,7 +171,9 @@ class Checkpoints:
         if gang.rank == 0:
             self._delete_references_before(folder)
         like = {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in weights(model).items()}
-        paths = self._save({name: shard_of(tensor).to("cpu", dtype) for name, tensor in like.items()}, like, folder)
+        # copied also on a CPU: a storage that was given to numpy can no longer be freed (lending.DeviceState.drop)
+        shards = {name: shard_of(tensor).to("cpu", dtype, copy=True) for name, tensor in like.items()}
+        paths = self._save(shards, like, folder)
         mine = make_durable(folder, [path.name for path in paths])
         files = {name: digest for digests in gang.gather(mine, dict[str, Digest]) for name, digest in digests.items()}
         return StoredFiles(folder.relative_to(self._run_dir.path).as_posix(), files)

@@ -398,6 +398,10 @@ class Learner:
         optimizer.step()
         self.check_weights(observed, _DIVERGED)
 
+    def discard_gradients(self) -> None:
+        """Free the gradients of the last step, between two steps; :meth:`open` does it otherwise."""
+        self._optimizer.zero_grad()
+
     @torch.no_grad()
     def check_weights(
         self, after: str = "loading", why: str = "the model folder or the checkpoint contains it"

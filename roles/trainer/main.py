@@ -45,6 +45,7 @@ from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, PinnedMemory, buddy_of
 from .learner import Example, Learner
+from .lending import Batons, DeviceState, Lender, await_memory
 from .loss_function import load_loss
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
@@ -98,7 +99,10 @@ def main() -> None:
     if me.launch.standby and not me.launch.gpus:
         warmup()
     with me, wait_to_be_fenced(me):
-        gang = init_process_group(me, compute_dtype(spec))
+        batons = Batons(me) if me.job.guests_on_node else None
+        gang = init_process_group(me, compute_dtype(spec), None if batons is None else batons.claim)
+        if batons is not None and not gang.all(batons.clean):
+            await_memory(gang.device)
         pinning = PinnedMemory() if gang.device.type == "cuda" else None
         client = _snapshots(me, pinning)
         checkpoints = Checkpoints(me.run_dir, gang)
@@ -147,7 +151,10 @@ def main() -> None:
                 learner.reference = gang.shard(skeleton(spec, tokenizer.size, compute_dtype(spec)), compute_dtype(spec))
                 materialise(learner.reference, gang.device)
                 checkpoints.read_reference(learner.reference_files, learner.reference.requires_grad_(False))
-        _train(me, gang, learner, saver, publisher, restore_point)
+        lender = None
+        if batons is not None:
+            lender = Lender(me, gang, batons, DeviceState(learner, gang.device, saver.layout, pinning), saver)
+        _train(me, gang, learner, saver, publisher, restore_point, lender)
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
@@ -172,6 +179,7 @@ def _train(
     saver: AsyncSaver,
     publisher: Publisher,
     restore_point: restore.RestorePoint,
+    lender: Lender | None,
 ) -> None:
     """Train from the learner's state to the end of the run."""
     learner.check_weights()
@@ -189,7 +197,7 @@ def _train(
             with me.phase("checkpoint"):
                 saver.save(meta.digest, meta.metrics)
             break
-    for part in parts(me, gang, after=learner.number):
+    for part in parts(me, gang, after=learner.number) if lender is None else lender.parts(after=learner.number):
         with me.phase("train"):
             if part.index == 0:
                 learner.open(part.number)
@@ -203,6 +211,8 @@ def _train(
                 with me.phase("checkpoint"):
                     saver.finish()  # keeps the steps before this one, of which a checkpoint may not be due yet
                 raise
+        if lender is not None:
+            metrics |= lender.metrics()
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
@@ -210,6 +220,8 @@ def _train(
             _log.info("step %d: %s", part.number, text)
     with me.phase("checkpoint"):
         saver.finish()
+    if lender is not None and learner.number == me.job.steps:
+        lender.until_evaluated()
 
 
 def _snapshots(me: rrl.Worker, pinning: PinnedMemory | None) -> SnapshotClient | None:

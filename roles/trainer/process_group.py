@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from ...transport.messages import Peers
 from ..models.policy import blocks
 from ..models.tensors import assigned_device
 from ..trajectories.batches import Part
+from ..worker.connection import Stopping
 from ..worker.rendezvous import await_peers, bind_to_address
 from . import exchange
 
@@ -55,6 +57,8 @@ detects a hung member much earlier, even if a network drops all packets."""
 FENCE_WAIT_S = 10.0
 """Seconds for which a member waits to be fenced after it has lost another member. All survivors fail within 30 ms after
 a death. If a survivor exited at once, the manager could mistake the survivor for the member that failed first."""
+_CLAIM_POLL_S = 0.02
+"""Seconds between two questions whether all members have claimed their GPUs."""
 _LOST_MEMBER_TEXTS = (
     "gloo",
     "Gloo",
@@ -137,8 +141,13 @@ class Gang:
         return exchange.broadcast_from_rank0(self.control_group, self.rank, do, kind)
 
 
-def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float32) -> Gang:
+def init_process_group(
+    me: rrl.Worker, compute_dtype: torch.dtype = torch.float32, claim: Callable[[bool], None] | None = None
+) -> Gang:
     """Create the process group together with the other members, and return the gang.
+
+    ``claim`` waits until other processes have freed the GPUs of this node. Each member calls it, with whether it is the
+    first member of its node. No member uses a GPU before all calls have returned.
 
     Ends the process if the members do not meet within ``RENDEZVOUS_TIMEOUT_S``, or if this process lacks its assigned
     GPU. A single process needs a group too, unless it computes in float32: its parameters are float32, and only FSDP
@@ -147,20 +156,24 @@ def init_process_group(me: rrl.Worker, compute_dtype: torch.dtype = torch.float3
     Raises:
         Stopping: The manager has requested a stop.
     """
-    device = assigned_device(me.launch)
     if me.world == 1 and compute_dtype == torch.float32:
-        return Gang(device=device)
+        if claim is not None:
+            claim(True)
+        return Gang(device=assigned_device(me.launch))
     bind_to_address(me.host)
     first = me.launch.incarnation.gang
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if me.world > 1:
         _await_members(me, first)
-    with _exit_after(
-        RENDEZVOUS_TIMEOUT_S,
-        f"{me.launch.incarnation}: the {me.world} members of {first} did not connect within {RENDEZVOUS_TIMEOUT_S:g} s",
-    ):
+    problem = f"the {me.world} members of {first} did not connect within {RENDEZVOUS_TIMEOUT_S:g} s"
+    in_time = partial(_exit_after, RENDEZVOUS_TIMEOUT_S, f"{me.launch.incarnation}: {problem}")
+    with in_time():
         store = _connect_store() if me.world > 1 else HashStore()
         keys = PrefixStore(_store_prefix(me.keys.secret, first), store)
+    if claim is not None:
+        _claim_gpus(me, keys, claim)
+    device = assigned_device(me.launch)
+    with in_time():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
         control_group, file_group, publish_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
@@ -208,6 +221,26 @@ def blocked_on_rank0(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]
     The other ranks wait for rank 0 where only rank 0 asks the store: for the newest commit, and to commit.
     """
     return me.blocked_on(me.launch.incarnation.gang.replica) if gang.rank > 0 else nullcontext()
+
+
+def _claim_gpus(me: rrl.Worker, keys: PrefixStore, claim: Callable[[bool], None]) -> None:
+    """Call ``claim`` in all members, and wait for all of them, as long as it takes.
+
+    Raises:
+        Stopping: A stop was requested meanwhile.
+    """
+
+    def gather(what: str, mine: str) -> list[str]:
+        names = [f"{what} {rank}" for rank in range(me.world)]
+        keys.set(names[me.rank], mine)
+        while not keys.check(names):
+            if me.stopping.wait(_CLAIM_POLL_S):
+                raise Stopping
+        return [keys.get(name).decode() for name in names]
+
+    nodes = gather("node", me.node)
+    claim(nodes.index(me.node) == me.rank)
+    gather("claimed", me.node)
 
 
 def _store_prefix(secret: bytes, gang: Incarnation) -> str:

@@ -171,7 +171,13 @@ class TrajectoryClient:
         return (await self.append_and_lease(segments, finished, 0)).lost
 
     async def append_and_lease(
-        self, segments: Sequence[Segment], finished: Sequence[int], at_most: int, holding: Iterable[int] = ()
+        self,
+        segments: Sequence[Segment],
+        finished: Sequence[int],
+        at_most: int,
+        holding: Iterable[int] = (),
+        *,
+        hands_over: bool = False,
     ) -> Appended:
         """Append segments like :meth:`append`, and lease further trajectories in the same round trip.
 
@@ -182,6 +188,7 @@ class TrajectoryClient:
             finished: The trajectories that are complete with these segments.
             at_most: Maximum number of trajectories to lease. If 0, none is leased, and ``holding`` is ignored.
             holding: The trajectories that this process works on after the append, as in :meth:`lease`.
+            hands_over: Whether all leases of this process end after the append.
         """
         lost: set[int] = set()
         *earlier, segments = _messages(segments)
@@ -195,7 +202,7 @@ class TrajectoryClient:
             if at_most:
                 held = tuple(sorted(set(holding) - lost))
                 lease = LeaseWork(self._incarnation, at_most, 0.0, held, self._weights())
-            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, lease))
+            answer = await self._send_until_decided(Append(self._incarnation, remaining, ended, lease, hands_over))
             if not isinstance(answer, Denied):
                 break
             if not answer.lost:

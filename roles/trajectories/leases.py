@@ -9,16 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import exp
 
-from ...core.types import Incarnation, ReplicaId
+from ...core.types import GUEST_ROLE, Incarnation, ReplicaId, role_of
 from .dispatch.engines import Engines
 from .dispatch.lease_table import Leases
 from .dispatch.work_sharing import CONSIDERED, length_class
-from .durable.groups import Group, TrajectoryState, parent_of
+from .durable.groups import Group, TrajectoryState, parent_of, prompt_length
 from .durable.log import DurableState
 from .durable.records import Fence, PackedSegment, TimesObserved
 from .durable.state import State
 from .steps.staleness import StalenessLimit
 from .types import Denied, NotReady
+
+LONG_PREFIX = 4096
+"""Number of tokens before a turn above which a guest leaves the turn to another rollout with a free place: the guest
+would compute this prefix, and lose it when it hands the GPUs back."""
+
+
+def is_guest(incarnation: Incarnation) -> bool:
+    """Return whether an incarnation is of a guest."""
+    return role_of(incarnation.replica) == GUEST_ROLE
 
 
 class Membership:
@@ -224,6 +233,13 @@ class WorkQueue:
         """
         self._engines.requested(incarnation, free, weights, open_until)
 
+    def tokens_per_second(self, answers: int) -> float:
+        """Return how many tokens the rollouts beside the guests make in a second of full work; 0 if it is not known.
+
+        At most ``answers`` trajectories are extended at the same time.
+        """
+        return self._engines.tokens_per_second(lambda engine: not is_guest(engine), answers)
+
     def lease(
         self, incarnation: Incarnation, at_most: int, weights: int | None, now: float | None
     ) -> list[TrajectoryState]:
@@ -254,13 +270,22 @@ class WorkQueue:
         if by_length:
             chosen = self._engines.share(incarnation, list(candidates), at_most)
         else:
-            waiting = [(number, self._has_prefix(track)) for number, track in candidates.items()]
+            waiting = [(number, self._preferred(track, incarnation, others)) for number, track in candidates.items()]
             chosen = deal(waiting, incarnation, at_most, others)
         for trajectory in chosen:
             track = candidates[trajectory]
             if self._staleness.allows(track.group, weights):  # earlier leases may have taken the last places
                 leased.append(self._lease(incarnation, track, weights))
         return leased
+
+    def _preferred(
+        self, track: TrajectoryState, engine: Incarnation, others: Mapping[Incarnation, int]
+    ) -> Incarnation | None:
+        """Return the rollout that has a turn's prefix, or that computes it instead of a guest; None for any rollout."""
+        cached = self._has_prefix(track)
+        if cached is None and is_guest(engine) and track.turn is not None and prompt_length(track) > LONG_PREFIX:
+            return max((other for other in others if not is_guest(other)), key=others.__getitem__, default=None)
+        return cached
 
     def _has_prefix(self, track: TrajectoryState) -> Incarnation | None:
         """Return the rollout that has a turn's prefix, computed with its present weights; None if no rollout has."""
@@ -301,6 +326,14 @@ class WorkQueue:
             self.leases.release(track.id)
             if holder is not None:
                 self._engines.released(holder, (track.id,))
+
+    def hand_over(self, incarnation: Incarnation) -> None:
+        """End all leases of a rollout that works on nothing until its next request, and offer its trajectories."""
+        tracks = [self._state.answers[number] for number in sorted(self.leases.leased_to(incarnation))]
+        self.withdraw(tracks)
+        for track in tracks:
+            self.offer(track)
+        self._engines.requested(incarnation, 0)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the leases of all incarnations that are not current."""

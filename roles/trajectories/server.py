@@ -39,6 +39,8 @@ from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
 from .types import (
     Append,
+    AwaitBalance,
+    Balance,
     Commit,
     Denied,
     Done,
@@ -69,8 +71,10 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
     match request:
         case LeaseWork(incarnation, at_most, _, holding, weights):
             return store.lease(incarnation, at_most, holding, weights, now, until)
-        case Append(incarnation, segments, finished, lease):
+        case Append(incarnation, segments, finished, lease, hands_over):
             done = store.append(incarnation, segments, finished, now)
+            if hands_over and isinstance(done, Done):
+                store.hand_over(incarnation)
             leased = answer(store, lease, now) if lease is not None and isinstance(done, Done) else None
             if isinstance(done, Done) and isinstance(leased, Leased):
                 return msgspec.structs.replace(done, leased=leased.items)
@@ -81,6 +85,8 @@ def answer(store: Store, request: Request, now: float | None = None, until: floa
             return store.post_scores(incarnation, scores, failed, faulty)
         case GetPart(incarnation, number, index, _, share):
             return store.part(incarnation, number, index, share)
+        case AwaitBalance(incarnation, number, train_s, back_s, wait):
+            return store.balance(incarnation, number, train_s, back_s, lent=wait > 0)
         case Commit(incarnation, number, manifest, digest, metrics, earlier):
             return store.commit(incarnation, number, manifest, digest, metrics, earlier)
         case GetMetrics(incarnation, after):
@@ -170,6 +176,8 @@ class Server:
         """Loop time (s) of the next note on the unbound step or part."""
         self._next_note_at = 0.0
         """Loop time (s) before which no further note is made."""
+        self._lent = False
+        """Whether the trainer has lent its GPUs for the time of this wait, or considers it."""
         self._noted = False
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
@@ -258,9 +266,15 @@ class Server:
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         parts = _Parts(self._store)
+        messages = [parked.incoming.message for parked in waiting]
+        idle = {message.incarnation for message in messages if isinstance(message, Append) and message.hands_over}
         for parked in _once(sorted(waiting, key=_precedence)):
+            message = parked.incoming.message
+            if isinstance(message, LeaseWork) and message.incarnation in idle:  # the rollout hands everything over
+                answers.append((parked.incoming, Leased(())))
+                continue
             reply = self._answer(parked, parts, now)
-            if now < parked.until and reply in _EMPTY:
+            if now < parked.until and (reply in _EMPTY or _is_unbalanced(reply)):
                 self._parked.append(parked)
             else:
                 answers.append((parked.incoming, reply))
@@ -270,7 +284,10 @@ class Server:
         self._on_durable(self._store.commit_status)
         for incoming, reply in (*answers, *version_answers):
             await self._listener.send(incoming.peer, reply, incoming.request_id)
-        served = sum(reply not in _NO_WORK and not isinstance(reply, Denied) for _, reply in answers)
+        served = sum(
+            reply not in _NO_WORK and not isinstance(reply, Denied) and not _is_unbalanced(reply)
+            for _, reply in answers
+        )
         self._on_served(served)
         self._warn_missing_weights(now, served, [reply for _, reply in answers])
         self._note_wait(now)
@@ -279,6 +296,12 @@ class Server:
 
     def _answer(self, parked: _Parked, parts: _Parts, now: float) -> Answer | msgspec.Raw:
         request: Request = parked.incoming.message
+        if isinstance(request, AwaitBalance):
+            reply = answer(self._store, request, now)
+            if not isinstance(reply, Denied):
+                self._data_requested_at = now
+                self._await_part((request.number, 0) if _is_unbalanced(reply) else None, now, lent=True)
+            return reply
         if not isinstance(request, GetPart):
             return answer(self._store, request, now, parked.until)
         wanted = request.number, request.index
@@ -286,22 +309,32 @@ class Server:
         if not isinstance(rejection, Denied):
             self._data_requested_at = now
         if rejection is not None:
-            if isinstance(rejection, NotReady) and self._unbound != wanted:
-                self._unbound, self._unbound_since = wanted, now
-                self._note_at = max(now + NOTE_AFTER_S, self._next_note_at)
+            if isinstance(rejection, NotReady):
+                self._await_part(wanted, now, lent=False)
             return rejection
         if self._unbound is not None and request.number >= self._unbound[0]:
             self._unbound = None
         return parts.encoded(*wanted, request.share)
 
+    def _await_part(self, wanted: tuple[int, int | None] | None, now: float, *, lent: bool) -> None:
+        """Record that the trainer waits for the step and part ``wanted``; None if it no longer waits."""
+        if wanted is not None and (self._unbound, self._lent) != (wanted, lent):
+            self._unbound_since = now
+            self._note_at = max(now + NOTE_AFTER_S, self._next_note_at)
+        self._unbound, self._lent = wanted, lent
+
     def _note_wait(self, now: float) -> None:
-        """Pass to ``note``, at intervals, a text that says what the trainer waits for, or "" when the wait is over."""
-        if self._unbound is None and self._noted:
+        """Pass to ``note``, at intervals, a text that says what the trainer waits for, or "" when the wait is over.
+
+        While the GPUs of a trainer are lent, it waits for nothing that would need an explanation.
+        """
+        noted = None if self._lent else self._unbound
+        if noted is None and self._noted:
             self._noted = False
             self._note("")
-        elif self._unbound is not None and now >= self._note_at:
+        elif noted is not None and now >= self._note_at:
             self._noted, self._note_at, self._next_note_at = True, now + NOTE_INTERVAL_S, now + NOTE_INTERVAL_S
-            reason = self._store.wait_reason(*self._unbound) or ""
+            reason = self._store.wait_reason(*noted) or ""
             holders = sorted(self.data_report().holders)
             named = [*holders[:MAX_HOLDERS_NAMED], *(["others"] if holders[MAX_HOLDERS_NAMED:] else [])]
             self._note(f"{reason}, which {' and '.join(named)} hold" if reason and named else reason)
@@ -310,7 +343,9 @@ class Server:
         """Log a warning if the trainer waits for a batch while the rollouts wait for newer weights from it."""
         if served:
             self._weights_missing_since = None
-        elif _OUTDATED in answers and any(isinstance(parked.incoming.message, GetPart) for parked in self._parked):
+        elif _OUTDATED in answers and any(
+            isinstance(parked.incoming.message, GetPart | AwaitBalance) for parked in self._parked
+        ):
             if self._weights_missing_since is None:
                 self._weights_missing_since = now
             elif now - self._weights_missing_since >= WEIGHTS_WARNING_AFTER_S:
@@ -321,6 +356,10 @@ class Server:
                 )
 
 
+def _is_unbalanced(reply: object) -> bool:
+    return isinstance(reply, Balance) and reply.short_s > 0
+
+
 def _precedence(parked: _Parked) -> int:
     """Return the rank of a request in its round: a request comes first if other requests may succeed because of it.
 
@@ -329,7 +368,7 @@ def _precedence(parked: _Parked) -> int:
     match parked.incoming.message:
         case LeaseWork() | LeaseScoring() | LeaseEpisodes() | OpenEpisode():
             return 2
-        case GetPart():
+        case GetPart() | AwaitBalance():
             return 1
         case _:
             return 0
@@ -438,6 +477,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         extras=sampling.extras,
         episodes=_episode_settings(me.job),
         evaluations=evaluations,
+        rollout_roles=frozenset(role.name for role in me.job.kind("rollout")),
     )
 
 

@@ -8,26 +8,28 @@ docs/architecture/trajectories.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...core.run_spec import ExtraSpec, batches_ahead
-from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer
+from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
 from .durable.log import DurableState
 from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
 from .episodes.rules import Episodes, EpisodeSettings
-from .leases import Membership, ScoringQueue, WorkQueue
+from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
+    Balance,
     By,
     CommittedState,
     Denied,
@@ -81,6 +83,7 @@ class Store:
         extras: The extras of each segment, by name (``[sampling.extras]``).
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
+        rollout_roles: Names of the roles that generate beside the guests.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -109,7 +112,9 @@ class Store:
         extras: Mapping[str, ExtraSpec] | None = None,
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
+        rollout_roles: Collection[str] = ("rollout",),
     ) -> None:
+        self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
         raised_to = staleness if fleet_varies else None
@@ -305,8 +310,11 @@ class Store:
     @property
     def _may_create_group(self) -> bool:
         """True if fewer groups are unbound than allowed; the groups that the open step lacks are always allowed."""
-        most = (self._batches_ahead(self._work.places) + 1) * self._per_batch
-        return self._state.unbound < max(most, self._bindings.lacking)
+        return self._state.unbound < max(self._most_unbound, self._bindings.lacking)
+
+    @property
+    def _most_unbound(self) -> int:
+        return (self._batches_ahead(self._work.places) + 1) * self._per_batch
 
     def create_group(self) -> bool:
         """Create a group if the limits allow it, offer its trajectories to rollouts, and return True if created."""
@@ -354,6 +362,11 @@ class Store:
         if times := self._work.appended(incarnation, new, ends, now):
             self._durable.write(times)
         return Done()
+
+    def hand_over(self, incarnation: Incarnation) -> None:
+        """End all leases of a rollout, so that other rollouts continue its trajectories."""
+        self._work.hand_over(incarnation)
+        self.evaluations.hand_over(incarnation)
 
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
@@ -508,6 +521,51 @@ class Store:
         if self._state.latest != latest and not self._staleness.wait_for_late:
             self._drop_untrainable()
         return answer
+
+    def balance(
+        self, incarnation: Incarnation, number: int, train_s: float, back_s: float, *, lent: bool
+    ) -> Balance | Denied:
+        """Return whether a step of which the trainer has trained nothing is balanced (:mod:`.steps.forecast`).
+
+        ``lent`` is whether the trainer has lent its GPUs.
+        """
+        if rejection := self._check_trainer(incarnation):
+            return rejection
+        outlook = self._bindings.outlook(number)
+        if isinstance(outlook, Denied):
+            return outlook
+        size, missing, has_part = outlook
+        evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
+        answers, has_work = 0, self._has_work_for_guests()
+        if number > self.evaluations.last_step:
+            missing, has_work = 0, False
+        if not evaluated:
+            answers, is_free = self.evaluations.unfinished(number - 1, lambda one: one is None or is_guest(one))
+            has_work = has_work or is_free
+        tokens_per_s = self._work.tokens_per_second(self._most_unbound * self._group_size)
+        per_group = self._state.tokens_per_group
+        step = Outlook(
+            size=size,
+            there=size - missing,
+            has_part=has_part,
+            missing=missing,
+            evaluation=answers / self._group_size,
+            evaluated=evaluated,
+            has_rollouts=any(role_of(one.replica) in self._rollout_roles for one in self._membership.current),
+            pace=tokens_per_s / per_group if per_group else None,
+            has_work=has_work,
+        )
+        return balance(step, train_s, back_s, lent=lent)
+
+    def _has_work_for_guests(self) -> bool:
+        """Return whether guests have leases, or could lease trajectories with the newest weights."""
+        if any(self._work.leases.leased_to(one) for one in self._membership.current if is_guest(one)):
+            return True
+        newest = self.newest_version
+        weights = self._state.latest if newest is None else newest.version.step
+        first = self._work.first()
+        may_begin = self._may_begin_group and self._staleness.allows(None, weights)
+        return may_begin or (first is not None and self._staleness.allows(first.group, weights))
 
     def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
         """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""

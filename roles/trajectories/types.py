@@ -310,10 +310,10 @@ class Balance(Struct, frozen=True, tag=True):
     """Answer to :class:`AwaitBalance`."""
 
     short_s: float
-    """Time (s) by which the step is not balanced; 0 if the trainer can train it without a wait. inf if nothing is known
-    yet."""
+    """Time (s) that the trainer would wait in the step; 0 if the step is balanced. inf if it is not known."""
     alone_s: float
-    """Time (s) that the rollouts without the guests need for the tokens of a step; inf if there are none."""
+    """Time (s) that the rollouts without the guests need for the tokens of a step; inf if there are none, or if their
+    pace is not known yet."""
 
 
 Answer = (
@@ -359,12 +359,14 @@ class Append(Request[Done], frozen=True, tag=True):
 
     A segment that the store already has (same trajectory, offset and content) changes nothing. ``finished`` lists the
     trajectories that are complete with these segments. ``lease`` is a request for work that the store serves directly
-    after the append, without a wait, so that both need one round trip and one flush.
+    after the append, without a wait, so that both need one round trip and one flush. With ``hands_over`` all leases of
+    the rollout end after the append, and its waiting requests for work are answered without work.
     """
 
     segments: tuple[Segment, ...]
     finished: tuple[int, ...] = ()
     lease: LeaseWork | None = None
+    hands_over: bool = False
 
 
 class LeaseScoring(Request[Scoring | None], frozen=True, tag=True):
@@ -440,10 +442,11 @@ class GetCommitted(Request[CommittedState], frozen=True, tag=True):
 class AwaitBalance(Request[Balance], frozen=True, tag=True):
     """Request of a trainer that has trained no part of step ``number`` yet, and could lend its GPUs.
 
-    The step is balanced if what is missing will be complete by the time that what is there has been trained
-    (:mod:`.steps.forecast`). Answered with :class:`Balance` as soon as the step is balanced, at the latest after
-    ``wait`` seconds; or with :class:`Denied`. ``train_s`` is the time (s) that the trainer needs for a step, and
-    ``back_s`` the time until it can train after it takes the GPUs back; both are 0 as long as they are not known.
+    :mod:`.steps.forecast` says when the step is balanced. Answered with :class:`Balance` as soon as the step is
+    balanced, at the latest after ``wait`` seconds; or with :class:`Denied`. ``train_s`` is the time (s) that the
+    trainer needs for a step, and ``back_s`` the time until it can train after it takes the GPUs back; both are 0 as
+    long as they are not known. With a ``wait`` the trainer has lent its GPUs; without, it asks whether it should. The
+    step after the last one stands for the wait for the last evaluation.
     """
 
     number: int
@@ -478,5 +481,14 @@ class FollowVersions(Request[NewestVersion | None], frozen=True, tag=True):
 
 
 StepRequest = (
-    LeaseWork | Append | LeaseScoring | PostScores | GetPart | Commit | GetCommitted | GetMetrics | FollowVersions
+    LeaseWork
+    | Append
+    | LeaseScoring
+    | PostScores
+    | GetPart
+    | AwaitBalance
+    | Commit
+    | GetCommitted
+    | GetMetrics
+    | FollowVersions
 )

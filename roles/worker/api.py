@@ -32,7 +32,7 @@ from ..checkpoints.folders import describe as describe_files
 from ..launcher.end_report import report_uncaught_exceptions
 from ..launcher.process_group import allow_inspection, restore_priority
 from ..trajectories.batches import Batch, Part
-from ..trajectories.types import A, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
+from ..trajectories.types import A, AwaitBalance, Balance, By, GetCommitted, Item, Kind, LeaseScoring, P, Segment, Share
 from . import rendezvous
 from .connection import ManagerConnection, Stopping
 from .publishing import checked_tensors, copies, publish_part
@@ -326,6 +326,15 @@ class Worker:
             self.progress(1)
             number, index = (number + 1, 0) if last else (number, index + 1)
 
+    def await_balance(self, number: int, train_s: float, back_s: float, wait: float = 0.0) -> Balance:
+        """Return whether step ``number``, of which nothing is trained yet, is balanced; only rrl's trainer calls this.
+
+        With a ``wait`` (s) the trainer has lent its GPUs, and the call returns at balance, at the latest after this
+        time. The arguments are those of :class:`.AwaitBalance`. Raises Stopping if a stop is requested meanwhile.
+        """
+        request = self._connection.store.ask(AwaitBalance, number, train_s, back_s, wait)
+        return self._connection.call_store(request)
+
     def checkpoint_dir(self, number: int) -> Path:
         """Create a new folder for this attempt at step ``number``; no other attempt writes into it."""
         _check_step("checkpoint_dir", number)
@@ -443,11 +452,14 @@ class Worker:
         publish_part(self._connection, self.job.transport.chunk, number, described, writes)
 
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def new_weights(self) -> NewWeights | None:
-        """Return the newest complete version, or None if the previous call returned it already. Never blocks."""
+    def new_weights(self, *, again: bool = False) -> NewWeights | None:
+        """Return the newest complete version, or None if the previous call returned it already. Never blocks.
+
+        With ``again`` it is returned in any case, for an engine that has freed its weights.
+        """
         self._connection.probes.answer()
         stored = self._connection.weights.current()
-        if stored is None or stored.manifest.version == self._loaded:
+        if stored is None or (stored.manifest.version == self._loaded and not again):
             return None
         self._loaded = stored.manifest.version
         return NewWeights(stored)
@@ -485,6 +497,14 @@ class Worker:
     def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Add tokens to trajectories that :meth:`lease` returned; see :meth:`WorkLease.append`."""
         return WorkLease(self._connection, (), self._leased).append(segments, finished)
+
+    def hand_over(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> None:
+        """Append like :meth:`append`, and end all leases of this process, so that other rollouts continue the work.
+
+        Only guests call this method. A :class:`PendingAppend` must be finished before. A :class:`PendingLease` that is
+        open is answered then; if it has leased anything, this method must be called again.
+        """
+        PendingAppend(self._connection, self._leased, segments, finished, 0, hands_over=True).finish()
 
     def start_append(self, segments: Sequence[Segment], finished: Sequence[int] = (), lease: int = 0) -> PendingAppend:
         """Start an append and, with it, a lease of up to ``lease`` trajectories; see :class:`PendingAppend`."""

@@ -219,12 +219,14 @@ class PendingAppend:
         segments: Sequence[Segment],
         finished: Sequence[int],
         at_most: int,
+        *,
+        hands_over: bool = False,
     ) -> None:
         leased.check(segments, finished)
-        leased.appended(segments, finished, ())
+        leased.appended(segments, finished, leased.ids if hands_over else ())
         self._connection, self._leased = connection, leased
         self._tokens = sum(len(segment.tokens) for segment in segments)
-        request = connection.store.append_and_lease(segments, finished, at_most, leased.ids)
+        request = connection.store.append_and_lease(segments, finished, at_most, leased.ids, hands_over=hands_over)
         self._answer = connection.submit(request)
 
     @property

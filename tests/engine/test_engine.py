@@ -286,6 +286,80 @@ def test_probe_fails_with_weights_that_give_nan_logits_also_while_trajectories_r
         engine.probe()
 
 
+class _SleepingLlm:
+    """vLLM of a GPU as far as sleep is concerned: it keeps the order of the calls, and may lose the weights."""
+
+    def __init__(self, llm: Any, log: list[Any]) -> None:
+        self._llm, self._log = llm, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def sleep(self, level: int) -> None:
+        assert not self._llm.has_unfinished_requests()
+        self._log.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._log.append(("wake_up", *tags))
+
+    def collective_rpc(self, method: str, *args: Any, **named: Any) -> Any:
+        self._log.append(method)
+        return [2**30] if method == "memory_in_use" else self._llm.collective_rpc(method, *args, **named)
+
+    def reset_prefix_cache(self, **named: Any) -> Any:
+        self._log.append("reset_prefix_cache")
+        return self._llm.reset_prefix_cache(**named)
+
+
+@pytest.fixture
+def calls(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let the engine believe that it can sleep; return the calls of vLLM that it makes from then on."""
+    calls: list[Any] = []
+    monkeypatch.setattr(engine, "_llm", _SleepingLlm(engine._llm, calls))  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "_sleeps", True)
+    monkeypatch.setattr(engine, "_before_sleep", None)
+    return calls
+
+
+def test_sleep_discards_everything_and_the_cache_comes_back_after_the_weights(engine: Engine, calls: list[Any]) -> None:
+    for first in (True, False):
+        engine.add(engines.items(4))
+        engine.step()
+        calls.clear()
+        engine.sleep()
+        assert not engine.has_work
+        assert calls == [("sleep", 2), *(["memory_in_use"] if first else [])]
+        calls.clear()
+        engine.wake()
+        engines.load(engine, 0, _A)
+        loading = ["start_weight_update", "update_weights", "finish_weight_update"]
+        assert calls == [("wake_up", "weights"), *loading, ("wake_up", "kv_cache"), "reset_prefix_cache"]
+    given, made = engines.items(4), Made()
+    engine.add(given)
+    made.to_the_end(engine)
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def test_wake_with_other_weights_ends_the_engine(engine: Engine, calls: list[Any]) -> None:
+    engine.sleep()
+    engine.wake()
+    engines.load(engine, 1, _B)  # another version: there is nothing to compare with
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(RuntimeError, match=r"vLLM woke with other weights: under v0\.1 the log-probability"):
+        engines.load(engine, 0, _B)
+
+
+def test_engine_on_a_cpu_stays_in_memory_and_works_on(engine: Engine) -> None:
+    engine.sleep()
+    engine.wake()
+    engines.load(engine, 0, _A)
+    given, made = engines.items(4), Made()
+    engine.add(given)
+    made.to_the_end(engine)
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
+
+
 def test_tied_embeddings_are_updated_in_the_output_too(tmp_path: Path) -> None:
     spec = engines.tied_folder(tmp_path / "model")
     first, second = engines.random_weights(spec, 1), engines.random_weights(spec, 2)

@@ -25,7 +25,12 @@ pytestmark = pytest.mark.vllm
 
 
 def _configure(
-    folder: Path, lease: int = 16, gpus: int = 0, routed_experts: ExtraSpec | None = None, **given: Any
+    folder: Path,
+    lease: int = 16,
+    gpus: int = 0,
+    routed_experts: ExtraSpec | None = None,
+    sleeps: bool = False,
+    **given: Any,
 ) -> Any:
     config.set_environment(1)
     made = config.write_config_folder(skeleton(SPEC, VOCABULARY), folder)
@@ -39,7 +44,13 @@ def _configure(
         gpus=gpus,
         given=given,
         routed_experts=routed_experts,
+        sleeps=sleeps,
     )
+
+
+def test_guest_on_a_cpu_says_that_it_cannot_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not _configure(tmp_path, sleeps=True).model_config.enable_sleep_mode
+    assert "vLLM cannot sleep on a CPU" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +131,9 @@ def test_invalid_engine_ends_the_rollout_before_it_joins_with_code_2(
     me = SimpleNamespace(  # no __enter__, so that joining would fail
         job=job,
         rollout=RolloutSettings("vllm", lease=16),
-        launch=SimpleNamespace(incarnation=incarnation, role="rollout", standby=False, gpus=0, cwd=str(tmp_path)),
+        launch=SimpleNamespace(
+            incarnation=incarnation, role="rollout", guest=False, standby=False, gpus=0, cwd=str(tmp_path)
+        ),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

@@ -1,10 +1,13 @@
 """``make soak``: injects hundreds of random faults into runs, and checks every invariant that journal and store show.
 
 The first runs have light workers on the local cluster: manager, steps, agents, store, reward and weight transport are
-real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The later runs have
-the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults were injected, and is
-then cancelled. A run that ends earlier has failed. If a manager is killed on the local cluster, the program starts
-another one, as Slurm would.
+real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The next run has torch
+roles on the local cluster, and its trainer lends its nodes: this program kills and stops members of the trainer,
+guests, the store and the manager at random, while tests/support/fake_gpu.py checks that never two processes have
+tensors resident on a node; at the end, weights and moments must be those of a training that was never interrupted. The
+last runs have the quickstart's torch roles on a real Slurm of this machine. A run continues until all its faults were
+injected, and is then cancelled. A run that ends earlier has failed. If a manager is killed on the local cluster, the
+program starts another one, as Slurm would.
 
 The program prints the violations, and a JSON object as its last line, in which all values except ``faults`` must be 0.
 """
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,16 +33,30 @@ from msgspec import Struct
 
 from rrl.core.processes import read_process
 from rrl.core.run_dir import RunDir
-from rrl.core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
+from rrl.core.types import (
+    GUEST_ROLE,
+    STORE,
+    SUPPORT_ROLES,
+    Incarnation,
+    NodeName,
+    Outcome,
+    ReplicaId,
+    Verdict,
+    gang_of,
+    is_trainer,
+    role_of,
+)
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Resize
-from rrl.manager.model.state import State
+from rrl.manager.model.state import Replica, State, Status
 from rrl.manager.storage.journal import replay
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.durable.audit import Audit, audit
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import decode
+from rrl.tests.support import fake_gpu
 from rrl.tests.support.cli.explained import assert_explained
+from rrl.tests.support.lending import LendingRun
 from rrl.tests.support.queue_cluster import Queue, submit_to
 from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
@@ -47,6 +66,7 @@ LIGHT_FAULTS = 210
 LIGHT_RUNS = 4
 ELASTIC_RUN = 1
 """Number of the run with an elastic pool."""
+LENDING_FAULTS = 200
 TORCH_FAULTS = 22
 TORCH_NODES = 5
 STEPS = 1_000_000
@@ -103,6 +123,13 @@ node_hours = 100
 """
 PREEMPTED = Queue("burst", wait_s=2.0, lifetime_s=20.0)
 """The queue of the elastic pool: each node is preempted, after 20 s on average."""
+LENDING = """
+window = "5s"
+breaker = 0.5
+exclusion = "20s"
+"""
+"""Keys of [recovery] of the run that lends."""
+LENDING_TAGS = 'trainer = ["rollout"]\nhandback = "2s"'
 TORCH = """
 [recovery]
 per_replica = 30
@@ -136,11 +163,13 @@ class Tally(Struct):
     """Number of groups in two committed steps."""
     orphans: int = 0
     """Number of processes, files and Slurm jobs that a run left behind."""
+    both_resident: int = 0
+    """Number of times that a trainer and a guest had tensors resident on one node."""
 
     @property
     def problems(self) -> int:
         """Number of problems of all kinds."""
-        return self.violations + self.lost_trajectories + self.trained_twice + self.orphans
+        return self.violations + self.lost_trajectories + self.trained_twice + self.orphans + self.both_resident
 
     def violate(self, what: str) -> None:
         self.violations += 1
@@ -313,11 +342,7 @@ class _Reading:
         A fence without a failure must name the gang, the node, or the user who requested it.
         """
         incarnation = fence.incarnation
-        if (
-            fence.charged
-            and incarnation not in self.failing
-            and role_of(incarnation.replica) not in (AGENT, STANDBY_ROLE)
-        ):
+        if fence.charged and incarnation not in self.failing and role_of(incarnation.replica) not in SUPPORT_ROLES:
             message = " ".join(fence.why.evidence)
             if not any(node in message for node in self.bad_nodes) and "no longer part" not in message:
                 self.tally.violate(f"{self.run.id}: {incarnation} is fenced although it had not failed: {message}")
@@ -382,6 +407,71 @@ def _began(state: State) -> bool:
     return state.step >= 1
 
 
+def lending(faults: int, tally: Tally) -> None:
+    """Kill and stop members of the trainer, guests, the store and the manager of a run that lends."""
+    folder, before, rng = Path(tempfile.mkdtemp(prefix="rrl-soak-")), tally.problems, random.Random(faults)
+    with LendingRun(folder, STEPS, rollouts=2, tags=LENDING_TAGS, recovery=LENDING) as run:
+        run.wait(lambda state: state.epoch > 0)
+        restarter = ManagerRestarter(run.test)
+        run.wait(_began)
+        kinds, step, since = Counter[str](), 0, time.monotonic()
+        while kinds.total() < faults and run.test.state().outcome is None:
+            time.sleep(rng.uniform(1.0, 6.0))
+            kinds += _injure(run, rng)
+            if (now := run.test.state().step) > step:
+                step, since = now, time.monotonic()
+            elif time.monotonic() > since + SPELL:
+                tally.violate(f"{run.test.run.id} commits no step after {step}")
+                break
+        awake = sum(one["event"] == "wake" for one in fake_gpu.events(run.gpu))
+        print(f"{run.test.run.id}: {dict(kinds)}, {run.test.state().recoveries} recoveries, step {step}, {awake} wakes")
+        tally.faults += kinds.total()
+        if kinds.total() < faults or not awake:
+            tally.violate(f"{run.test.run.id} ended, or never lent: {run.test.state().why}")
+        _end(run.test, tally)
+        restarter.close()
+        judge(run.test, tally)
+        tally.both_resident += len(found := fake_gpu.violations(run.gpu))
+        print("".join(f"BOTH RESIDENT {one}\n" for one in found), end="", flush=True)
+        try:
+            run.check_trained()
+        except AssertionError as error:
+            tally.violate(f"{run.test.run.id}: {error}")
+    if tally.problems > before:
+        print(f"kept for a look: {folder}", flush=True)
+    else:
+        shutil.rmtree(folder)
+
+
+def _injure(run: LendingRun, rng: random.Random) -> Counter[str]:
+    """Kill or stop one process of a run that lends; return what was done, nothing if its victim does not run."""
+    role = rng.choices(("guest", "trainer", "store", "manager"), (5, 3, 1, 1))[0]
+    if role == "manager":
+        if (held := holder(run.test.run)) is None or read_process(held.pid) is None:
+            return Counter()
+        os.kill(held.pid, signal.SIGKILL)
+        return Counter(["kill manager"])
+
+    def meant(one: Replica) -> bool:
+        id = one.id
+        return (id == STORE, is_trainer(id), role_of(id) == GUEST_ROLE)[("store", "trainer", "guest").index(role)]
+
+    victims = [one for one in run.test.state().replicas.values() if meant(one) and one.status is Status.JOINED]
+    if not victims or (pid := rng.choice(victims).pid) is None or (process := read_process(pid)) is None:
+        return Counter()
+    stop = rng.random() < 0.3
+    os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+    if stop:
+        threading.Timer(rng.uniform(0.5, 8.0), _go_on, (pid, process.started)).start()
+    return Counter([f"{'stop' if stop else 'kill'} {role}"])
+
+
+def _go_on(pid: int, started: int) -> None:
+    """Let a stopped process go on, if it was not killed meanwhile."""
+    if (process := read_process(pid)) is not None and process.started == started:
+        os.kill(pid, signal.SIGCONT)
+
+
 def torch(faults: int, tally: Tally) -> None:
     with SlurmLab.start(nodes=TORCH_NODES) as lab:
         toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
@@ -402,6 +492,7 @@ def torch(faults: int, tally: Tally) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="number of faults on light workers")
+    parser.add_argument("--lending", type=int, default=LENDING_FAULTS, help="number of faults on a run that lends")
     parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="number of faults on torch roles under Slurm")
     options = parser.parse_args()
     exit_on_sigterm()
@@ -409,6 +500,8 @@ def main() -> int:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     if options.light:
         light(options.light, LIGHT_RUNS, tally)
+    if options.lending:
+        lending(options.lending, tally)
     if options.torch:
         torch(options.torch, tally)
     result = msgspec.structs.asdict(tally)

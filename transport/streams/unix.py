@@ -212,6 +212,10 @@ class UnixListener:
         self._loop.remove_reader(self._socket)
         self._socket.close()
 
+    def close_socket(self) -> None:
+        """Close the socket in a forked child, to which the event loop does not belong."""
+        self._socket.close()
+
     def _listen(self) -> None:
         self._loop.add_reader(self._socket, self._accept)
 

@@ -13,10 +13,10 @@ rank is a source only of the chunks of its part, and all parts are pulled at the
 only when it is complete, but each chunk is served to other processes as soon as it is verified.
 
 Every receiver derives its list of sources itself, from the names of the processes that serve weights. Receivers form
-chains in the order of their names: each receiver requests from the receiver before it in the chain. The first receivers
-(heads) of the first two chains request from the publisher. The head of each later chain requests from the last receiver
-(tail) of an earlier chain; each tail serves at most two heads. So the publisher sends a version at most twice, for any
-number of receivers, and a late receiver pulls from a neighbour.
+chains in the order of their names, guests last, since they are stopped without notice: each receiver requests from the
+receiver before it in the chain. The first receivers (heads) of the first two chains request from the publisher. The
+head of each later chain requests from the last receiver (tail) of an earlier chain; each tail serves at most two heads.
+So the publisher sends a version at most twice, for any number of receivers, and a late receiver pulls from a neighbour.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...core.types import TRAINER, Incarnation, ReplicaId, Version, is_trainer, member_id, natural_sort_key
+from ...core.types import TRAINER, Incarnation, ReplicaId, Version, is_support, is_trainer, member_id, natural_sort_key
 from ..streams.connection import TransportError
 from .base import STARVATION_TIMEOUT_S, BaseUnknown, WeightTransport
 from .delta import UNCHANGED
@@ -84,7 +84,7 @@ def select_sources(
         for source in all_sources
         if not is_trainer(source.incarnation.replica) and source.incarnation.replica != me
     }
-    order = sorted({*receivers, me}, key=natural_sort_key)
+    order = sorted({*receivers, me}, key=lambda name: (is_support(name), natural_sort_key(name)))
     own_index = order.index(me)
     upstream = [receivers[order[index]] for index in _upstream(own_index, chain)]
     complete = [receivers[name] for name in order if name != me and version in receivers[name].versions]

@@ -32,7 +32,7 @@ MAX_FAILURES = 10
 # ── rows of the tables ───────────────────────────────────────────────────────────────────────────────────────────────
 def replica_rows(state: State, now: float, failures: Failures) -> list[TableRow]:
     """Return a row for each replica of a run."""
-    return [_replica_row(state, replica, now, failures) for replica in state.workers]
+    return [_replica_row(state, replica, now, failures) for replica in (*state.workers, *state.guests)]
 
 
 def _replica_row(state: State, replica: Replica, now: float, failures: Failures) -> TableRow:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....core.text import span
+from ....manager.reporting.accounting.gpu_time import TrainerHours
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.pool_use import PoolUse
 from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
@@ -22,6 +23,7 @@ def figures(report: RunReport) -> list[tuple[str, str]]:
     """Return the figures of a run as (name, value); the names are the same for every run."""
     hours = report.gpu_hours
     unit = "GPU-hours" if hours.unit == "gpu" else "node-hours"
+    trainer = report.trainer_hours
     return [
         ("outcome", f"{report.outcome}, {report.steps} steps in {span(report.run_seconds)}"),
         ("ETTR", percent(report.ettr)),
@@ -32,6 +34,7 @@ def figures(report: RunReport) -> list[tuple[str, str]]:
         (f"{unit} redone", _share_of(hours.redone, hours.reserved)),
         (f"{unit} idle", _share_of(hours.idle, hours.reserved)),
         (f"{unit} reserved", amount(hours.reserved)),
+        (f"{unit} of the trainer", "–" if trainer is None else _trainer_text(trainer)),
         ("managers", str(report.managers)),
     ]
 
@@ -43,6 +46,11 @@ def percent(share: float | None) -> str:
 
 def _share_of(part: float, whole: float) -> str:
     return f"{amount(part)} ({100 * part / whole:.0f} %)" if whole else amount(part)
+
+
+def _trainer_text(hours: TrainerHours) -> str:
+    parts = {"train": hours.train, "lent": hours.lent, "idle": hours.idle}
+    return ", ".join(f"{name} {_share_of(part, sum(parts.values()))}" for name, part in parts.items())
 
 
 def amount(value: float) -> str:

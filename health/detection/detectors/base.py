@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from ....core.phases import STANDBY
+from ....core.phases import ASLEEP, STANDBY
 from ....core.run_spec import Limits
 from ....core.types import Cause, Evidence, Finding, Remedy, Verdict
 from ..records import NodeView, ReplicaView
@@ -95,7 +95,7 @@ def is_waiting(view: ReplicaView) -> bool:
 
 def is_service(view: ReplicaView) -> bool:
     """Return whether the replica is in a phase without a deadline, in which it serves the requests of others."""
-    serves = view.declared.longest == inf and not view.declared.progresses and view.phase != STANDBY
+    serves = view.declared.longest == inf and not view.declared.progresses and view.phase not in (STANDBY, ASLEEP)
     return serves and is_working(view) and not is_waiting(view)
 
 

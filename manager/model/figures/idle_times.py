@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.phases import OTHER_PHASE, ClockReading, PhaseTime
+from ....core.phases import LEND, OTHER_PHASE, ClockReading, PhaseTime
 from ....core.types import Incarnation, ReplicaId, role_of
 from .stream_figures import as_count
 
@@ -47,6 +47,8 @@ class RolePoint(Struct, frozen=True, array_like=True):
 
     ns: dict[str, int] = {}
     done: int = 0
+    lent_ns: int = 0
+    """Time (ns) of the phase ``lend``, which ``ns`` counts as time at work."""
 
     @property
     def total_ns(self) -> int:
@@ -128,6 +130,13 @@ def idle_shares(now: Point, before: Point, role: str) -> dict[str, float]:
     return dict(sorted(((cause, share) for cause, share in shares.items() if share > 0), key=lambda item: -item[1]))
 
 
+def lent_share(now: Point, before: Point, role: str) -> float:
+    """Return the share of a role's time between two points (0 to 1) in which its GPUs were lent."""
+    new, old = now.roles.get(role, RolePoint()), before.roles.get(role, RolePoint())
+    total = new.total_ns - old.total_ns
+    return (new.lent_ns - old.lent_ns) / total if total > 0 else 0.0
+
+
 def rate(units: int, now: Point, before: Point) -> float | None:
     """Return ``units`` per second between two points; None without an earlier point."""
     return units / (now.at - before.at) if before != START and now.at > before.at else None
@@ -161,10 +170,12 @@ def _point(times: IdleTimes, at: float) -> Point:
     totals += [(role_of(id), held.clock.times, held.clock.done) for id, held in times.newest.items()]
     for role, spent, done in totals:
         point = roles.get(role, RolePoint())
-        ns = dict(point.ns)
+        ns, lent = dict(point.ns), point.lent_ns
         for time in spent:
-            ns[time.idle_cause] = ns.get(time.idle_cause, 0) + time.ns
-        roles[role] = RolePoint(ns, point.done + done)
+            is_lent = time.phase == LEND  # then its GPUs work, although it may wait for the store
+            cause, lent = "" if is_lent else time.idle_cause, lent + time.ns * is_lent
+            ns[cause] = ns.get(cause, 0) + time.ns
+        roles[role] = RolePoint(ns, point.done + done, lent)
     return Point(at, roles, times.trained_tokens)
 
 

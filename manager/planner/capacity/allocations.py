@@ -356,7 +356,9 @@ def _remaining(state: State, role: str, lost: list[Replica]) -> int:
 def _min_replicas(state: State, role: str, lost: list[Replica]) -> int:
     """Return the number of replicas of a role below which the run ends for lack of nodes.
 
-    It may be 0 if another rollout pool keeps a replica without the members in ``lost``.
+    It may be 0 if another rollout pool keeps a replica without the members in ``lost``, or if a guest works.
     """
-    spared = any(_remaining(state, other, lost) for other in substitutes(state.job, role) - {role})
+    others = substitutes(state.job, role) - {role}
+    spared = any(_remaining(state, other, lost) for other in others)
+    spared = spared or any(guest.role in others and guest.status is Status.JOINED for guest in state.guests)
     return max(0 if spared else 1, state.job.role(role).min_replicas)

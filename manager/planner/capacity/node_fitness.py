@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....cluster.base import NodeState
 from ....core.types import AGENT, Cause, Finding, NodeName, Remedy, Verdict, replica_id
-from ...model.queries import requires_admission
+from ...model.queries import requires_admission, restart_budget
 from ...model.state import Node, ReleaseResult, Replica, State, Status
 
 HARDWARE_CAUSES = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
@@ -103,11 +103,10 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
 
 
 def restarts_exhausted(state: State, helper: Replica, now: float) -> bool:
-    """Return whether an agent or standby process has failed too often to be started again now.
+    """Return whether an agent, standby process or guest has failed too often to be started again now.
 
     It is started again once enough of its failures have left the recovery window. If it was retired only because its
     node left the run, the result is False, and it is started as soon as the node is back.
     """
-    recovery = state.job.recovery
-    failures = helper.recent_failures(recovery.window, now)
-    return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
+    failures = helper.recent_failures(state.job.recovery.window, now)
+    return helper.status is Status.RETIRED and len(failures) >= max(1, restart_budget(state, helper))

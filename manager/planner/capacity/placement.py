@@ -17,7 +17,17 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from ....core.launch import tag_of
-from ....core.types import AGENT, STANDBY_ROLE, Incarnation, NodeName, ReplicaId, gang_of, replica_id, role_of
+from ....core.types import (
+    AGENT,
+    GUEST_ROLE,
+    STANDBY_ROLE,
+    Incarnation,
+    NodeName,
+    ReplicaId,
+    gang_of,
+    replica_id,
+    role_of,
+)
 from ...model.actions import ExternalAction, Launch, StopStep, Why
 from ...model.queries import gang, to_launch
 from ...model.state import Replica, State, Status
@@ -249,7 +259,7 @@ def _agent_launches(state: State, inventory: NodeInventory, now: float) -> tuple
 
 
 def launch_due_at(state: State, replica: Replica, now: float) -> float:
-    """Return the manager's time (s) at which an agent or a standby process is due for launch; inf while it runs.
+    """Return the manager's time (s) at which an agent, standby process or guest is due for launch; inf while it runs.
 
     A process that failed too often waits until its oldest failure has left the recovery window.
     """
@@ -270,10 +280,10 @@ def stop_orphans(
 ) -> tuple[list[StopStep], float]:
     """Return stops of orphan steps on nodes that may answer, and the next wake (manager's time, s).
 
-    Two kinds of steps get no grace: the steps of standby processes, and the steps that must end before a replica is
-    launched. Of a gang, the latter are the steps of its own earlier incarnations (its state is in the snapshots), and
-    the steps on the nodes in ``targets``, where it is to be launched. Of another replica, they are the steps of
-    rollouts that have left its node to it.
+    Two kinds of steps get no grace: the steps of standby processes and guests, and the steps that must end before a
+    replica is launched. Of a gang, the latter are the steps of its own earlier incarnations (its state is in the
+    snapshots), and the steps on the nodes in ``targets``, where it is to be launched. Of another replica, they are the
+    steps of rollouts that have left its node to it.
     """
     stops: list[StopStep] = []
     wake = NEVER
@@ -287,7 +297,7 @@ def stop_orphans(
         if orphan.not_before > now:
             wake = min(wake, orphan.not_before)
             continue
-        hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE} or orphan.node in awaited
+        hurried = role_of(orphan.incarnation.replica) in {*roles, STANDBY_ROLE, GUEST_ROLE} or orphan.node in awaited
         hurried = hurried or (orphan.node in others and has_left(state, orphan))
         grace = 0.0 if hurried else state.job.limits.step_grace
         why = Why((f"{orphan.incarnation} is no longer part of the run",))

@@ -8,6 +8,7 @@ its recovery, and are stopped only while the trainer works.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from ....core.run_spec import RoleSpec
 from ....core.types import AGENT, Incarnation, NodeName, ReplicaId, is_trainer, replica_id, standby_id
@@ -30,7 +31,7 @@ def plan_standbys(
     if role is None or state.job.recovery.policy != "role" or not _trainers_stable(state, inventory):
         return [], NEVER
     wanted = _wanted_standbys(state, inventory, assigned, role)
-    starts, wake = _launches(state, inventory, wanted, now)
+    starts, wake = launches_on_nodes(state, inventory, wanted, now)
     return [*_unneeded(inventory, role, wanted), *starts], wake
 
 
@@ -41,8 +42,8 @@ def _trainers_stable(state: State, inventory: NodeInventory) -> bool:
     return worked and all(all_joined(members) and has_trained(state, members[0]) for members in trainers)
 
 
-def _launches(
-    state: State, inventory: NodeInventory, wanted: _StandbyNodes, now: float
+def launches_on_nodes(
+    state: State, inventory: NodeInventory, wanted: Mapping[ReplicaId, NodeName], now: float
 ) -> tuple[list[ExternalAction], float]:
     """Return the launches that are due on nodes with an agent, and the manager's time (s) of the next launch."""
     actions: list[ExternalAction] = []

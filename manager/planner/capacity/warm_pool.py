@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ....core.phases import STANDBY
 from ....core.run_spec import RoleSpec
-from ....core.types import STANDBY_ROLE, NodeName, ReplicaId, gang_of, is_support, natural_sort_key
+from ....core.types import GUEST_ROLE, STANDBY_ROLE, NodeName, ReplicaId, gang_of, is_support, natural_sort_key, role_of
 from ...model.queries import place_of
 from ...model.state import OrphanStep, Replica, State, Status
 
@@ -37,18 +37,18 @@ def release_deadline(state: State, members: Sequence[Replica], nodes_of_gang: It
     """Return the manager's time (s) until which a gang waits for steps that are still ending.
 
     A gang of :func:`waits_for_release` waits for its own earlier incarnations on all nodes that may still work, and for
-    other roles' steps on its new nodes. Any other replica waits only for rollouts that have left its node to it.
+    other roles' steps on its new nodes. Any other replica waits only for rollouts that have left its node to it. A
+    replica with GPUs or nodes of its own also waits for guests on its nodes: a stopped guest holds GPUs for ever, and
+    the cluster keeps nobody off them.
     """
     role, nodes = state.job.role(members[0].role), set(nodes_of_gang)
     gang_id = gang_of(members[0].id) if waits_for_release(role) else None
-    if gang_id is None and role.traits.may_be_displaced:
-        return 0.0
     patience = RELEASE_GRACES * state.job.limits.step_grace
     return max(
         (
             orphan.since + patience
             for orphan in state.orphan_steps.values()
-            if _blocks_gang(state, orphan, gang_id, nodes)
+            if _blocks_gang(state, orphan, role, gang_id, nodes)
         ),
         default=0.0,
     )
@@ -69,13 +69,17 @@ def standby_processes(state: State) -> list[Replica]:
     return sorted(standbys, key=lambda standby: natural_sort_key(standby.id))
 
 
-def _blocks_gang(state: State, orphan: OrphanStep, gang_id: ReplicaId | None, nodes: set[NodeName]) -> bool:
-    """Return whether a gang waits for the end of this orphan step; with None it waits only for displaced rollouts."""
+def _blocks_gang(
+    state: State, orphan: OrphanStep, role: RoleSpec, gang_id: ReplicaId | None, nodes: set[NodeName]
+) -> bool:
+    """Return whether replicas of a role wait for the end of this orphan step; ``gang_id`` as in release_deadline."""
     node = state.nodes.get(orphan.node)
     if node is None or node.excluded is not None:
         return False
+    if role_of(orphan.incarnation.replica) == GUEST_ROLE:
+        return orphan.node in nodes and (role.exclusive or role.per_member.gpus > 0)
     if gang_id is None:
-        return orphan.node in nodes and has_left(state, orphan)
+        return orphan.node in nodes and has_left(state, orphan) and not role.traits.may_be_displaced
     of_a_role = not is_support(orphan.incarnation.replica)
     return gang_of(orphan.incarnation.replica) == gang_id or (of_a_role and orphan.node in nodes)
 

@@ -12,17 +12,14 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ....core.text import plural
-from ....core.types import AGENT, STANDBY_ROLE, NodeName, ReplicaId, gang_of
+from ....core.types import GUEST_ROLE, SUPPORT_ROLES, NodeName, ReplicaId, gang_of
 from ...model.actions import LowerRungs, Rung
-from ...model.queries import reached_step, substitutes
+from ...model.queries import gang, guests_are_essential, reached_step, restart_budget, substitute_replicas
 from ...model.reduce_replicas import MAX_RESTART_BACKOFF_S
 from ...model.state import Replica, State, Status
 from ..capacity.nodes import NodeInventory
 from ..deadlines import SHUTDOWN_GRACES
 from .repeated_end import starts_with_same_exception
-
-SUPPORT_ROLES = (AGENT, STANDBY_ROLE)
-"""Roles whose processes belong to a node and end when the node leaves the run. No replica depends on them."""
 
 
 class FailureCase(Struct, frozen=True):
@@ -41,6 +38,11 @@ class FailureCase(Struct, frozen=True):
     def recent_failures(self) -> int:
         """Return the number of the failed member's failures within the recovery window."""
         return len(self.failed.recent_failures(self.state.job.recovery.window, self.now))
+
+    @property
+    def budget(self) -> int:
+        """Return how many failures of the failed member within the window are each answered by a restart."""
+        return restart_budget(self.state, self.failed)
 
 
 class Need(Struct, frozen=True):
@@ -92,8 +94,7 @@ def _few_failures_text(case: FailureCase) -> str:
 
 def budget_needed(case: FailureCase) -> str:
     """Return what would have allowed another restart of the failed member alone, as a noun phrase."""
-    limit = case.state.job.recovery.per_replica
-    return f"fewer than {limit} restarts of {case.failed.id} within {_window_text(case)}"
+    return f"fewer than {case.budget} restarts of {case.failed.id} within {_window_text(case)}"
 
 
 def _window_text(case: FailureCase) -> str:
@@ -158,6 +159,10 @@ _FULL_RESTART_LEFT = Need(
     lambda case: f"another restart to be allowed ({full_restarts_exhausted(case.state, case.failed, case.now)})",
 )
 _BUDGET_LEFT = Need(lambda case: case.first_rung is Rung.IN_PLACE, budget_needed)
+_GUEST_SPARED = Need(
+    lambda case: not case.inventory.is_usable(case.failed.node) or can_degrade(case.state, case.failed, case.dropped),
+    lambda case: "another guest",
+)
 
 
 def lower_rungs(
@@ -212,26 +217,26 @@ def fails_often_here(case: FailureCase) -> bool:
 def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
     """Return whether the role keeps its ``min_replicas`` (counted in gangs) without this replica.
 
-    Of the rollouts of all pools, one gang must remain.
+    Of the rollouts of all pools and the guests, one gang must remain.
     """
-    without, role = {gang_of(failed.id), *dropped}, state.job.role(failed.role)
-    roles = substitutes(state.job, failed.role)
-    members = [member for member in state.workers if member.role in roles and gang_of(member.id) not in without]
+    without = {gang_of(failed.id), *dropped}
+    role = None if failed.role == GUEST_ROLE else state.job.role(failed.role)
+    members = [one for one in substitute_replicas(state, failed.role) if gang_of(one.id) not in without]
     retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
     remaining = {gang_of(member.id): member.role for member in members if gang_of(member.id) not in retired}
-    enough = sum(name == failed.role for name in remaining.values()) >= role.min_replicas
-    return enough and (bool(remaining) or role.kind != "rollout")
+    enough = role is None or sum(name == failed.role for name in remaining.values()) >= role.min_replicas
+    return enough and (bool(remaining) or (role is not None and role.kind != "rollout"))
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:
     """Return why the whole run is not restarted again; empty if it may be restarted."""
-    recovery, gang_id = state.job.recovery, gang_of(failed.id)
+    recovery = state.job.recovery
     recent = [at for at in state.full_restarts if now < at + recovery.window]
     if len(recent) >= recovery.full_restarts:
         return (
             f"{len(recent)} restarts of the whole run within {recovery.window:g} s" if recent else "full_restarts = 0"
         )
-    failures = [failure for member in state.workers if gang_of(member.id) == gang_id for failure in member.failures]
+    failures = [failure for member in gang(state, failed.id) for failure in member.failures]
     reached = reached_step(state)
     if any(failure.at in recent[-1:] and failure.step == reached for failure in failures):
         return f"it failed again after a restart of the whole run, and no step was finished since step {reached}"
@@ -275,12 +280,18 @@ def _node_to_take(case: FailureCase) -> NodeName | None:
 
 # ── policies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 _GIVE_UP = RungSpec(Rung.GIVE_UP, (), "the trainer commits its step and everything is released", _shutdown_time)
+_RESTART_ALL = RungSpec(
+    Rung.FULL_RESTART,
+    (_CHECKPOINTS, _STARTED, _FULL_RESTART_LEFT),
+    "every role joins again, and a step is committed",
+    _pause_and_join,
+)
 
 SUPPORT_LADDER: tuple[RungSpec, ...] = (
     RungSpec(Rung.IN_PLACE, (_NODE_USABLE, _BUDGET_LEFT), "joins again on {node}", _join),
     RungSpec(Rung.DEGRADED, (), "{node} continues without it", _window),
 )
-"""Rungs for agents and standby processes, whatever the policy."""
+"""Rungs for agents, standby processes and guests, whatever the policy."""
 
 POLICIES: dict[str, tuple[RungSpec, ...]] = {
     "role": (
@@ -307,12 +318,7 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
         ),
         RungSpec(Rung.REPLACEMENT, (), "joins again once a replacement node is available", _allocation_and_join),
         RungSpec(Rung.DEGRADED, (_ENOUGH_REPLICAS,), "{role} continues with one replica fewer", _window),
-        RungSpec(
-            Rung.FULL_RESTART,
-            (_CHECKPOINTS, _STARTED, _FULL_RESTART_LEFT),
-            "every role joins again, and a step is committed",
-            _pause_and_join,
-        ),
+        _RESTART_ALL,
         _GIVE_UP,
     ),
     "job": (
@@ -323,3 +329,18 @@ POLICIES: dict[str, tuple[RungSpec, ...]] = {
 """Rungs by ``recovery.policy``.
 
 ``role`` takes the smallest repair that fits. With ``job``, a failure of any role restarts all roles on their nodes."""
+
+_ESSENTIAL_GUESTS: tuple[RungSpec, ...] = (
+    SUPPORT_LADDER[0],
+    RungSpec(Rung.DEGRADED, (_GUEST_SPARED,), "{node} continues without it", _window),
+    _RESTART_ALL,
+    _GIVE_UP,
+)
+"""Rungs for guests while nothing else generates."""
+
+
+def ladder_of(state: State, failed: Replica) -> tuple[RungSpec, ...]:
+    """Return the rungs for a failed member."""
+    if failed.role not in SUPPORT_ROLES:
+        return POLICIES[state.job.recovery.policy]
+    return _ESSENTIAL_GUESTS if failed.role == GUEST_ROLE and guests_are_essential(state) else SUPPORT_LADDER

@@ -15,20 +15,30 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ....core.types import AGENT, NodeName, Outcome, ReplicaId, gang_of, role_of
-from ...model.actions import Decision, Fence, Finish, LowerRungs, Resize, RestartAll, Rung, Why, every_lower
-from ...model.queries import finding_about, place_of
+from ....core.types import AGENT, SUPPORT_ROLES, NodeName, Outcome, ReplicaId, gang_of, role_of
+from ...model.actions import (
+    Decision,
+    Fence,
+    Finish,
+    LowerRungs,
+    Resize,
+    RestartAll,
+    Rung,
+    Why,
+    WithdrawGuests,
+    every_lower,
+)
+from ...model.queries import finding_about, guests_are_essential, place_of
 from ...model.state import Replica, State, Status
+from ..capacity.guests import CROWDED_TO_WITHDRAW, crowded_again
 from ..capacity.nodes import NodeInventory
 from .ladder import (
-    POLICIES,
-    SUPPORT_LADDER,
-    SUPPORT_ROLES,
     FailureCase,
     budget_needed,
     can_degrade,
     fails_often_here,
     full_restarts_exhausted,
+    ladder_of,
     lower_rungs,
     severity,
 )
@@ -45,7 +55,9 @@ def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[De
 
     ``now`` is the manager's time (s).
     """
+    mistake: Decision | None
     mistake = invalid_config(state) or unrepairable(state) or command_missing(state, inventory) or no_fit_node(state)
+    mistake = mistake or _withdraw_guests(state, now)
     if mistake is not None:
         return [mistake], []
     excludes, deferred = limit_exclusions(state, exclusions(state, inventory), now)
@@ -76,6 +88,26 @@ def recover(state: State, inventory: NodeInventory, now: float) -> tuple[list[De
         if any(isinstance(decision, Fence) and decision.rung is Rung.DEGRADED for decision in decided):
             dropped.add(gang_of(members[0].id))
     return decisions, deferred
+
+
+def _withdraw_guests(state: State, now: float) -> Decision | None:
+    """Return the decision to go on without guests because they leave the trainer too little memory; else None.
+
+    A run in which nothing else generates ends.
+    """
+    if (finding := crowded_again(state, now)) is None:
+        return None
+    times = f"{CROWDED_TO_WITHDRAW} times within {state.job.recovery.window:g} s"
+    evidence = (
+        f"{finding.incarnation}: {finding.exception}",
+        f"the trainer found too little memory on its GPUs {times} while it shared them with guests",
+    )
+    needed = "guests that leave more memory: lower gpu_memory_utilization in [roles.rollout.vllm]"
+    if guests_are_essential(state):
+        return failed_by_code(state, (*evidence, "nothing else generates"), "its traceback", needed)
+    return WithdrawGuests(
+        Why(evidence, Rung.DEGRADED, "the trainer has its GPUs for itself", lower=every_lower(needed))
+    )
 
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────
@@ -225,7 +257,7 @@ def _launches_exhausted(case: FailureCase) -> Decision | None:
     newest = case.failed.failures[-1]
     if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _reject_or_degrade(case, mistake)
-    if newest.refused and case.recent_failures > case.state.job.recovery.per_replica:
+    if newest.refused and case.recent_failures > case.budget:
         return _first_rung_from(case, (*_refused_text(case), _budget_text(case)), Rung.DEGRADED, budget_needed(case))
     return None
 
@@ -252,7 +284,7 @@ def _choose_rung(case: FailureCase, members: _Members, evidence: tuple[str, ...]
         return _fail_or_degrade(case, repeated, "its last lines", "a program that does not return early at each start")
     if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _reject_or_degrade(case, mistake)
-    if case.recent_failures >= state.job.recovery.per_replica:
+    if case.recent_failures >= case.budget:
         return _first_rung_from(case, (*evidence, _budget_text(case)), Rung.DEGRADED, budget_needed(case))
     if state.job.recovery.policy == "role" and (
         software_evidence := suggests_software_fault(state, members, failed, case.now)
@@ -269,7 +301,7 @@ def _first_rung_from(case: FailureCase, evidence: tuple[str, ...], first_rung: R
     """
     state, failed = case.state, case.failed
     case = msgspec.structs.replace(case, first_rung=first_rung)
-    policy = SUPPORT_LADDER if failed.role in SUPPORT_ROLES else POLICIES[state.job.recovery.policy]
+    policy = ladder_of(state, failed)
     repair = next(spec for spec in policy if severity(spec.rung) >= severity(first_rung) and spec.fits(case))
     target = repair.target_node(case)
     expects = repair.expects.format(member=failed.id, role=failed.role, node=failed.node, to=target)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ....core.types import Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
+from ....core.types import GUEST_ROLE, Flag, NodeName, Outcome, ReplicaId, gang_of, is_support
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, has_worked, others_may_work, substitutes
+from ...model.queries import finding_about, has_worked, is_judged, judged_replicas, others_may_work, substitute_replicas
 from ...model.state import Replica, State, Status
 from ..capacity.node_fitness import MAX_NAMED_NODES, unfit_nodes
 from ..capacity.nodes import NodeInventory
@@ -25,9 +25,10 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
     It is proved by :data:`TRIES_TO_PROVE` failed starts, if no replica of the role has ever joined. A rollout pool is
     retired instead while another one may work.
     """
-    for role in state.job.roles:
-        replicas = [replica for replica in state.workers if replica.role == role.name]
-        if any(replica.ever_joined for replica in replicas) or others_may_work(state, role.name):
+    judged = judged_replicas(state)
+    for role in (*(role.name for role in state.job.roles), GUEST_ROLE):
+        replicas = [replica for replica in judged if replica.role == role]
+        if any(replica.ever_joined for replica in replicas) or others_may_work(state, role):
             continue
         tries = [attempt for replica in replicas for attempt in _not_started_tries(state, replica)]
         nodes = {node for _, node in tries}
@@ -35,7 +36,7 @@ def command_missing(state: State, inventory: NodeInventory) -> Finish | None:
             len(tries) >= TRIES_TO_PROVE and not _other_node_may_work(state, inventory, replicas, nodes)
         ):
             text, _ = tries[-1]
-            return rejected((f"{role.name}: {text} on {_node_list(node for _, node in tries)}",))
+            return rejected((f"{role}: {text} on {_node_list(node for _, node in tries)}",))
     return None
 
 
@@ -50,6 +51,8 @@ def _other_node_may_work(state: State, inventory: NodeInventory, replicas: list[
     ]
     if any(replica.node not in tried for replica in starting):
         return True
+    if any(is_support(replica.id) for replica in replicas):
+        return False
     return any(inventory.can_place(replica) for replica in replicas if _not_started_tries(state, replica))
 
 
@@ -61,7 +64,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
     """
     failing = replica.is_current and finding_about(state, replica.incarnation) is not None
     failed = replica.failed_starts + failing
-    if is_support(replica.id) or replica.ever_joined or failed < state.job.recovery.first_start:
+    if not is_judged(state, replica) or replica.ever_joined or failed < state.job.recovery.first_start:
         return ()
     if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
@@ -76,7 +79,7 @@ def invalid_config(state: State) -> Finish | None:
     has worked, the configuration is valid, and the failure is repaired like any other. So is the failure of a rollout
     pool while another one may work. A changed input file ends the run in any case.
     """
-    for replica in state.workers:
+    for replica in judged_replicas(state):
         finding = finding_about(state, replica.incarnation) if replica.is_current else None
         if finding is not None and Flag.INPUT_CHANGED in finding.flags:
             lower = every_lower("the input file as it was")
@@ -135,9 +138,9 @@ def role_exhausted(state: State, replica: Replica, dropped: set[ReplicaId]) -> b
     ``dropped`` are gangs that this plan has retired already.
     """
     without = {gang_of(replica.id), *dropped}
-    roles = substitutes(state.job, replica.role)
-    others = [other for other in state.workers if other.role in roles and gang_of(other.id) not in without]
-    given_up = [other for other in state.workers if other.role in roles and gang_of(other.id) in dropped]
+    replicas = substitute_replicas(state, replica.role)
+    others = [other for other in replicas if gang_of(other.id) not in without]
+    given_up = [other for other in replicas if gang_of(other.id) in dropped]
     tried = [other for other in others if other.status is not Status.RETIRED]
     return not tried and not any(other.ever_joined for other in (*others, *given_up))
 

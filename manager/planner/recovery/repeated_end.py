@@ -23,9 +23,19 @@ matter: a program whose loop ends after three steps makes some progress in each 
 
 from __future__ import annotations
 
-from ....core.types import Outcome, RaisedException, ReplicaId, gang_of, is_support
+from ....core.types import GUEST_ROLE, Outcome, RaisedException, ReplicaId, gang_of
 from ...model.actions import Finish, Rung, Why, every_lower
-from ...model.queries import finding_about, gang, has_worked, node_finding, returned_early, starts_ended_by, substitutes
+from ...model.queries import (
+    finding_about,
+    gang,
+    has_worked,
+    is_judged,
+    judged_replicas,
+    node_finding,
+    returned_early,
+    starts_ended_by,
+    substitute_replicas,
+)
 from ...model.state import Replica, State, Status
 
 
@@ -57,7 +67,7 @@ def starts_with_clean_exit(state: State, failed: Replica) -> int:
 
     In a gang the starts of the whole gang count, since each start is charged to one of its members.
     """
-    if is_support(failed.id) or failed.fault or not failed.is_current:
+    if not is_judged(state, failed) or failed.fault or not failed.is_current:
         return 0
     if not returned_early(state, failed, finding_about(state, failed.incarnation), state.at):
         return 0
@@ -70,7 +80,7 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
     if starts < state.job.recovery.first_start:
         return ()
     returned = f"{failed.id} exited with code 0 in {starts} starts in a row before the run was complete"
-    if state.job.role(failed.role).kind == "command":
+    if failed.role != GUEST_ROLE and state.job.role(failed.role).kind == "command":
         return returned, "its command returned, but a service runs until SIGTERM; without `service`, code 0 means done"
     if failed.phase == "score":
         return returned, "it ended while it scored an answer: the scorer ends its process, for example by os._exit"
@@ -79,7 +89,7 @@ def repeated_clean_exit(state: State, failed: Replica) -> tuple[str, ...]:
 
 def unrepairable(state: State) -> Finish | None:
     """Return the decision to end a run in which a process reported that every further start would end in this way."""
-    for replica in state.workers:
+    for replica in judged_replicas(state):
         exception = _exception_of_code(state, replica)
         if exception is not None and exception.unrepairable is not None:
             evidence = f"{replica.id}: {exception}", exception.unrepairable
@@ -101,15 +111,15 @@ def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> b
 
     It may if it is neither retired nor in ``dropped``.
     """
-    roles = substitutes(state.job, failed.role)
+    replicas = substitute_replicas(state, failed.role)
     gone = {gang_of(failed.id), *dropped}
-    retired = {gang_of(member.id) for member in state.workers if member.status is Status.RETIRED}
-    return any(member.role in roles and gang_of(member.id) not in gone | retired for member in state.workers)
+    gone |= {gang_of(member.id) for member in replicas if member.status is Status.RETIRED}
+    return any(gang_of(member.id) not in gone for member in replicas)
 
 
 def _exception_of_code(state: State, failed: Replica) -> RaisedException | None:
     """Return the exception that ended the replica's current incarnation; None if there is none that counts."""
-    finding = finding_about(state, failed.incarnation) if failed.is_current and not is_support(failed.id) else None
+    finding = finding_about(state, failed.incarnation) if failed.is_current and is_judged(state, failed) else None
     exception = None if finding is None else finding.exception
     if exception is None or (exception.environmental and exception.unrepairable is None) or failed.fault:
         return None

@@ -8,6 +8,7 @@ step, or a second restart that fails. A failure with another explanation does no
 * a failure at about the same time as many failures of other roles: the cause is storage, fabric or site. The next
   failure does not count either, since failures of other roles may still follow it;
 * a launch that the cluster refused: the software never ran;
+* too little memory on GPUs that the trainer shares with guests;
 * an exception that ends the trainer again and again before it has done any work (``repeated_end``);
 * an exit with code 0 soon after the start: the trainer's program returned, and would return again.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.types import NodeName, is_trainer
-from ...model.queries import finding_about, has_trained, node_finding, reached_step
+from ...model.queries import finding_about, has_trained, is_crowded, node_finding, reached_step
 from ...model.state import FailedIncarnation, Replica, State, Status
 from .repeated_end import starts_with_clean_exit, starts_with_same_exception
 
@@ -32,10 +33,16 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
         return ()
     joined, no_step_yet = failed.status is Status.JOINED, not has_trained(state, members[0])
     reached = reached_step(state)
+    finding = finding_about(state, failed.incarnation)
     newest = FailedIncarnation(
-        now, failed.node or NodeName(""), step=reached, injected=bool(failed.fault), joined=joined
+        now,
+        failed.node or NodeName(""),
+        step=reached,
+        injected=bool(failed.fault),
+        joined=joined,
+        crowded=is_crowded(state, failed, finding),
     )
-    if finding_about(state, failed.incarnation) is None or not _is_unexplained(state, failed, newest):
+    if finding is None or not _is_unexplained(state, failed, newest):
         return ()
     if starts_with_same_exception(state, failed) > 1 or starts_with_clean_exit(state, failed):
         return ()
@@ -63,10 +70,11 @@ def suggests_software_fault(state: State, members: Sequence[Replica], failed: Re
 
 
 def _is_unexplained(state: State, member: Replica, failure: FailedIncarnation) -> bool:
-    """Return whether nothing else explains the failure: no injection, no refusal, no failed node, no shared cause."""
+    """Return whether nothing else explains the failure: no injection, refusal, guest, failed node or shared cause."""
     node = state.nodes.get(failure.node)
     of_node = node is None or node.excluded is not None or node_finding(state, failure.node) is not None
-    return not (failure.injected or failure.refused or of_node or _correlated_failure(state, member.role, failure.at))
+    explained = failure.injected or failure.refused or failure.crowded
+    return not (explained or of_node or _correlated_failure(state, member.role, failure.at))
 
 
 def _correlated_failure(state: State, role: str, at: float) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from msgspec import Struct
 
 from ....cluster.base import AllocationRequest, AllocationState
+from ....core.phases import LEND
 from ....core.run_spec import RunSpec
 from ....core.types import is_trainer, role_of
 from ...model import events as ev
@@ -45,6 +46,16 @@ def _member_weights(job: RunSpec) -> tuple[str, dict[str, float]]:
     if any(role.per_member.gpus for role in roles):
         return "gpu", {role.name: float(role.per_member.gpus) for role in roles}
     return "node", {role.name: role.nodes / role.ranks for role in roles}
+
+
+class TrainerHours(Struct, frozen=True):
+    """GPU-hours of the trainer's members since they were first launched, in the unit of :class:`GpuHours`."""
+
+    train: float
+    """Useful, and not lent."""
+    lent: float
+    """Lent to guests."""
+    idle: float
 
 
 class ReservedTime:
@@ -96,3 +107,15 @@ def gpu_hours(reserved: ReservedTime, lanes: Collection[Lane], steps: CommittedS
     total = max(reserved.until(now), useful)
     hours = [round(seconds / 3600, 4) for seconds in (useful - redone, redone, total - useful, total)]
     return GpuHours(reserved.unit, *hours)
+
+
+def trainer_hours(reserved: ReservedTime, lanes: Collection[Lane], now: float) -> TrainerHours:
+    """Return what the trainer's members did with their GPUs, up to ``now`` (s)."""
+    train = lent = total = 0.0
+    for lane in lanes:
+        weight = reserved.weights.get(role_of(lane.replica), 0.0) / 3600 if is_trainer(lane.replica) else 0.0
+        for activity, seconds in lane.seconds(now).items():
+            total += weight * seconds
+            lent += weight * seconds if activity.phase == LEND else 0.0
+            train += weight * seconds if activity.phase != LEND and activity.use in USEFUL else 0.0
+    return TrainerHours(round(train, 4), round(lent, 4), round(total - train - lent, 4))

@@ -1,15 +1,18 @@
 """What each rollout pool of a run has used and generated. Pure.
 
 The node hours of an elastic pool are those that its budget pays for. Those of any other pool are the time since its
-rollouts joined, extras included, times the part of a node that each of them needs.
+rollouts joined, extras included, times the part of a node that each of them needs. Guests (pool ``guest``) have none:
+their nodes are the trainer's.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
+from ....core.phases import ASLEEP
 from ....core.run_spec import RoleSpec
-from ...model.figures.idle_times import RolePoint
+from ....core.types import GUEST_ROLE
+from ...model.figures.idle_times import RolePoint, phase_times
 from ...model.pools import spent_node_s
 from ...model.state import State
 
@@ -31,13 +34,23 @@ class PoolUse(Struct, frozen=True):
 def pool_uses(state: State, now: float) -> list[PoolUse]:
     """Return the use of each rollout pool until ``now`` (manager's time, s).
 
-    The list is empty if the run has a single pool, whose number of replicas has never been exceeded by extras.
+    The list is empty if the run has a single pool, whose number of replicas has never been exceeded by extras, and no
+    guests.
     """
     pools = state.job.kind("rollout")
     worked = [id for id in state.idle_times.newest if state.job.traits_of(id).leases_turns]
-    if len(pools) < 2 and len(worked) <= sum(role.replicas * role.ranks for role in pools):
+    guests = [_use_of_guests(state)] if GUEST_ROLE in state.idle_times.now.roles else []
+    if len(pools) < 2 and not guests and len(worked) <= sum(role.replicas * role.ranks for role in pools):
         return []
-    return [_use(state, role, now) for role in pools]
+    uses = [_use(state, role, now) for role in pools if state.job.most_replicas(role) or not guests]
+    return [*uses, *guests]
+
+
+def _use_of_guests(state: State) -> PoolUse:
+    """Return what the guests have generated; a guest that sleeps is not at work."""
+    done = state.idle_times.now.roles[GUEST_ROLE].done
+    awake_s = sum(one.ns for one in phase_times(state.idle_times, GUEST_ROLE) if one.phase != ASLEEP) / 1e9
+    return PoolUse(GUEST_ROLE, done, 0.0, None, round(done / awake_s, 3) if awake_s else None, None)
 
 
 def _use(state: State, role: RoleSpec, now: float) -> PoolUse:

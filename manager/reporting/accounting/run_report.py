@@ -16,7 +16,7 @@ from ..decisions.explanations import Explanation, PoolSizes, subject_of, words_o
 from ..failure_timeline import FailureTimeline
 from .committed_steps import CommittedSteps
 from .curves import CurveRecorder, Curves
-from .gpu_time import GpuHours, ReservedTime, gpu_hours
+from .gpu_time import GpuHours, ReservedTime, TrainerHours, gpu_hours, trainer_hours
 from .interruptions import UNKNOWN, Interruption, Interruptions
 from .lanes import LaneIncarnation, Lanes, Span
 from .lost_time import lost_time
@@ -105,7 +105,9 @@ class RunReport(Struct, frozen=True):
     curves: Curves
     lanes: list[LaneReport]
     pools: list[PoolUse]
-    """Use of each rollout pool; empty if the run has a single pool and had no extras."""
+    """Use of each rollout pool and of the guests; empty if the run has a single pool, and no extras and no guests."""
+    trainer_hours: TrainerHours | None
+    """None if the trainer does not lend its GPUs."""
     missing: list[str]
     """Sentences about data that the journal does not contain, and about the effect on the figures."""
 
@@ -253,6 +255,7 @@ class Account:
                 for lane in lanes
             ],
             pools=self.pools,
+            trainer_hours=trainer_hours(self.reserved, lanes, until) if self.job.guests else None,
             missing=list(self._missing()),
         )
 

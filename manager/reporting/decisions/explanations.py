@@ -33,6 +33,7 @@ from ...model.actions import (
     StopStep,
     Undrain,
     Why,
+    WithdrawGuests,
 )
 from .expectations import Arrival, Expectations, Result
 
@@ -257,6 +258,7 @@ _WORDS: dict[type, str] = {
     Shrink: "release single nodes",
     Fence: "replace",
     Resize: "resize",
+    WithdrawGuests: "go on without",
     Exclude: "stop using",
     Readmit: "use again",
     RestartAll: "restart the whole run",
@@ -306,5 +308,7 @@ def subject_of(explanation: Explanation) -> str:
             return f"{action.pool} {before} -> {before + len(action.start) - len(action.stop)}"
         case Takeover():
             return f"manager {action.lost}"
+        case WithdrawGuests():
+            return "guests"
         case _:
             return node

@@ -6,6 +6,7 @@ Every error is found here, before the rollout joins its run, and reported in one
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -29,6 +30,8 @@ from ...models.tokenizer import Tokenizer
 from ..engine import Engine, sampling_of
 from ..torch_engine import seed_of
 
+_log = logging.getLogger("rrl.rollout")
+
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine's core in this process, so that no process is left behind
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the role's sockets, and locks that stay locked
@@ -41,6 +44,7 @@ _ENVIRONMENT_IF_UNSET = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # vLLM logs many warnings, and a wrong one at each new version (RotaryEmbedding)
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to core 0 (docs/sources.md, vLLM)
 }
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MAX_SEQUENCES = 1024
 """Default number of concurrent sequences: vLLM's own default on the largest GPUs. It is less than the number of tokens
 in one of vLLM's steps, as vLLM requires."""
@@ -63,6 +67,8 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
     """Configure vLLM, and return the function that builds the engine as :mod:`..engine` describes it."""
     spec, settings, role = me.job.model, me.rollout, me.job.role(me.launch.role)
     set_environment(settings.threads)
+    if me.launch.guest:
+        forbid_expandable_segments()
     try:
         config = configure(
             Path(spec.path or write_config_folder(cast(PreTrainedModel, model), me.run_dir.hf_model)),
@@ -75,6 +81,7 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
             given=settings.vllm,
             routed_experts=me.job.sampling.extras.get(ROUTED_EXPERTS),
             table=role.table,
+            sleeps=me.launch.guest,
         )
     except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
@@ -93,6 +100,14 @@ def set_environment(threads: int) -> None:
     os.environ.update(_ENVIRONMENT)
     for name, value in (_ENVIRONMENT_IF_UNSET | {"OMP_NUM_THREADS": str(threads)}).items():
         os.environ.setdefault(name, value)
+
+
+def forbid_expandable_segments() -> None:
+    """Remove this option of torch's allocator: with it, vLLM 0.32 frees no memory when it sleeps."""
+    for name in _ALLOCATOR_VARIABLES:
+        if name in os.environ:
+            options = os.environ[name].split(",")
+            os.environ[name] = ",".join(each for each in options if "expandable_segments" not in each)
 
 
 def write_config_folder(model: PreTrainedModel, folder: Path) -> Path:
@@ -118,6 +133,7 @@ def configure(
     given: Mapping[str, Any],
     routed_experts: ExtraSpec | None = None,
     table: str = "roles.rollout",
+    sleeps: bool = False,
 ) -> Any:
     """Return vLLM's own configuration (VllmConfig), checked by vLLM.
 
@@ -132,6 +148,7 @@ def configure(
         given: The user's arguments.
         routed_experts: The extra of this name, if the job declares it.
         table: Name of the pool's table in job.toml, for errors.
+        sleeps: Whether the engine must be able to free its memory; a CPU's vLLM cannot.
 
     Raises:
         InvalidEngineConfig: An argument is invalid, vLLM cannot be imported, or the routing is not as declared.
@@ -166,6 +183,10 @@ def configure(
             f"[{table}] gpus = {gpus}, but the installed vLLM {__version__} is for CPUs:"
             " install the extra vllm, which is for GPUs, or set gpus = 0"
         )
+    if sleeps and cpu:
+        _log.warning("vLLM cannot sleep on a CPU: the weights and the cache of this guest stay in memory")
+    elif sleeps:
+        own["enable_sleep_mode"] = True
     defaults = {"max_num_seqs": min(lease, _MAX_SEQUENCES), "enforce_eager": cpu, "disable_log_stats": True}
     try:
         config = EngineArgs(**(defaults | dict(given) | own)).create_engine_config()

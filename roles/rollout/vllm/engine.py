@@ -6,6 +6,7 @@ process's group, so that the launcher ends them together with this process.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -25,14 +26,19 @@ from ....core.types import Version
 from ...launcher.end_report import Diverged
 from ...models.policy import fitting
 from ...trajectories.types import Item, PathDigest, Segment
-from ..engine import Sampling, StepOutput
+from ..engine import IN_USE_TEXT, Sampling, StepOutput
 from ..foreign_sampling import seed_at
 from .weight_transfer import BUCKET_BYTES, buckets, shared_bucket
+
+_log = logging.getLogger("rrl.rollout")
 
 HAND_OVER_INTERVAL_S = 0.1
 """Minimum seconds between two results of :meth:`VllmEngine.step` that only report complete trajectories. Each result
 costs a round trip to the store, during which the model is idle. A longer interval would leave the slots of complete
 trajectories empty for longer."""
+WAKE_TOLERANCE = 0.05
+"""Largest difference (nats) between the log-probabilities of a token before a sleep and after it. Kernels may differ in
+the last bits; wrong weights change it by whole nats."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
 """Finish reasons of vLLM for a complete trajectory. Any other reason means that vLLM has aborted the trajectory."""
@@ -73,6 +79,12 @@ class VllmEngine:
         self._handed_over_at = time.monotonic()
         self._tokens = 0
         """Number of tokens that vLLM has generated so far."""
+        self._sleeps: bool = config.model_config.enable_sleep_mode
+        self._cache_asleep = False
+        self._before_sleep: tuple[Version | None, float] | None = None
+        """The version before the first sleep, and the log-probability of a token under it."""
+        self._probed = 0.0
+        """Log-probability of the newest token of a probe."""
 
     @property
     def free_slots(self) -> int:
@@ -152,7 +164,9 @@ class VllmEngine:
                 if not math.isfinite(logprob):
                     raise Diverged(self._version, f"the log-probability {logprob}")
                 self._tokens += 1
-                if running is not None:
+                if running is None:
+                    self._probed = logprob
+                else:
                     running.add(token, logprob, output.prompt_token_ids)
             if output.finished:
                 self._on_finished(_trajectory(output.request_id), completion.finish_reason)
@@ -226,16 +240,54 @@ class VllmEngine:
                 with shared_bucket(bucket) as update_info:
                     self._llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
         self._llm.collective_rpc("finish_weight_update")
+        if self._cache_asleep:
+            self._llm.wake_up(["kv_cache"])
+            self._cache_asleep = False
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
                 "vLLM did not discard the key-value cache of the old weights; this rollout ends and is restarted"
             )
         self._version = version
+        if self._before_sleep is not None and self._before_sleep[0] == version:
+            before, after = self._before_sleep[1], self._probe_greedily()
+            if not abs(after - before) <= WAKE_TOLERANCE:
+                raise RuntimeError(
+                    f"vLLM woke with other weights: under {version} the log-probability of a token is {after:.4f}, but"
+                    f" was {before:.4f} before the first sleep; this guest ends and is restarted"
+                )
+
+    def sleep(self) -> None:
+        """Discard weights and cache (level 2). On a CPU vLLM cannot: they stay in memory, as a warning said."""
+        self.abort(list(self._running))
+        self._segments, self._finished = [], []
+        if self._sleeps:
+            first = self._before_sleep is None
+            if first:
+                self._before_sleep = (self._version, self._probe_greedily())
+            self._llm.sleep(level=2)
+            if first:
+                _log.info(IN_USE_TEXT, max(self._llm.collective_rpc("memory_in_use")) / 2**30)
+        self._version = None
+
+    def wake(self) -> None:
+        """Get the memory of the weights back; the cache follows in :meth:`load`, which needs memory of its own."""
+        if self._sleeps:
+            self._llm.wake_up(["weights"])
+            self._cache_asleep = True
+
+    def _probe_greedily(self) -> float:
+        """Return the log-probability of the most likely token after the first one of the vocabulary."""
+        self._submit(_PROBE, [0], 1, {"temperature": 0.0})
+        self._advance_by_a_token()
+        return self._probed
 
     def probe(self) -> None:
         """Run vLLM until it has generated a token. If no trajectory runs, submit a request for one token first."""
         if not self._running:
             self._submit(_PROBE, [0], 1)
+        self._advance_by_a_token()
+
+    def _advance_by_a_token(self) -> None:
         before = self._tokens
         while self._tokens == before:
             self._advance()

@@ -174,10 +174,12 @@ def repack_embeddings(model: nn.Module) -> None:
 
 
 class Extension:
-    """An empty extension of vLLM's worker.
+    """An extension of vLLM's worker. The worker imports this module, because vLLM's configuration names this class."""
 
-    The worker imports this module, because vLLM's configuration names this class.
-    """
+    def memory_in_use(self) -> int:
+        """Return how many bytes of the worker's GPU are in use by all processes."""
+        free, total = torch.accelerator.get_memory_info()
+        return int(total - free)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -13,7 +13,7 @@ from math import inf
 from msgspec import Struct, field
 
 from ....core.types import Incarnation
-from .token_times import AppendTimes, Observed, TokenTimes
+from .token_times import MAX_RUNNING, AppendTimes, Observed, TokenTimes
 from .work_sharing import EngineView, share
 
 
@@ -99,6 +99,18 @@ class Engines:
         """Return which of the waiting trajectories an engine gets, at most ``at_most``."""
         free = {other: free for other in self._engines if other != engine and (free := self._free(other)) > 0}
         return share(waiting, self._view(engine, at_most), [self._view(*other) for other in free.items()])
+
+    def tokens_per_second(self, counts: Callable[[Incarnation], bool], answers: int) -> float:
+        """Return how many tokens the engines for which ``counts`` is true make together in a second of full work.
+
+        At most ``answers`` answers run at the same time. Returns 0 as long as no times of these engines are known.
+        """
+        engines = [engine for engine, entry in self._engines.items() if entry.places and counts(engine)]
+        if not any(self._times(engine).observed for engine in engines):
+            return 0.0
+        each = max(1, answers // len(engines))
+        running = {engine: min(self._engines[engine].places, each, MAX_RUNNING) for engine in engines}
+        return sum(count / self._view(engine, 0).times[count] for engine, count in running.items())
 
     def _engine(self, engine: Incarnation) -> _Engine:
         return self._engines.setdefault(engine, _Engine())

@@ -114,6 +114,8 @@ class Group(Struct, eq=False):
     oldest: int | None = None
     """Training step of the oldest weights that sampled a token of the group, or with which an episode of the group was
     begun; None before the first token or episode."""
+    guest_tokens: int = 0
+    """Number of tokens that guests sampled; after a restart of the store it may be counted by last writers."""
     blamed: Counter[str] = msgspec.field(default_factory=Counter)
     """By the digest of a call of the group's agents, how many processes have ended right after such a call."""
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from ....core.types import Incarnation, ReplicaId
+from ....core.types import GUEST_ROLE, Incarnation, ReplicaId, role_of
 from ..dispatch.lengths import Answer, Lengths
 from ..dispatch.token_times import TokenTimes
 from ..types import PackedPart, Score
@@ -54,6 +54,8 @@ takes 10 s, these are eleven hours of a run, in a few MB."""
 TOKENS_AGED = "tokens_aged_"
 """Prefix of the names of figures that count a step's tokens of one age. The prefix is followed by the age in training
 steps."""
+GUEST_TOKENS = "guest_tokens"
+"""Name of the figure that counts a step's tokens that guests sampled; without such tokens there is no figure."""
 EPISODES_AT_WORK = "episodes_at_work"
 """Name of the figure that counts the episodes whose newest attempt is being made."""
 MAX_COUNTED_AGE = 15
@@ -194,6 +196,8 @@ class State:
             for age, tokens in part.ages.items():
                 aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
         figures = {f"{TOKENS_AGED}{age}": float(tokens) for age, tokens in sorted(aged.items())}
+        if by_guests := sum(self.groups[group].guest_tokens for group in self.groups_of(number)):
+            figures[GUEST_TOKENS] = float(by_guests)
         counted = self._counted
         if counted.trained and counted.ended_tokens:
             mean = counted.ended_tokens / counted.ended
@@ -238,6 +242,8 @@ class State:
             track = self.answers[segment.trajectory]
             track.segments.append(segment)
             track.writer = incarnation
+            if role_of(incarnation.replica) == GUEST_ROLE:
+                track.group.guest_tokens += segment.end - segment.offset
             oldest = track.group.oldest
             track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
             if track.turn is not None:
@@ -327,6 +333,13 @@ class State:
         """Return how many groups the open step lacks; a step without parts lacks ``groups_per_batch`` groups."""
         parts = self.open_parts
         return parts[-1].lacking if parts else groups_per_batch
+
+    @property
+    def tokens_per_group(self) -> float:
+        """Mean number of trained tokens of the groups of the newest steps and parts; 0 before the first part."""
+        parts = [part for parts in self.steps.values() for part in parts]
+        groups = sum(len(part.groups) for part in parts)
+        return sum(sum(part.ages.values()) for part in parts) / groups if groups else 0.0
 
     @property
     def max_age(self) -> int:

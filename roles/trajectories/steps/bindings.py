@@ -103,12 +103,9 @@ class Bindings:
             return None
         if bound:
             return Denied(f"part {index} of step {number} does not exist: the number of its parts is {count}")
-        committed, latest = self._state.committed, self._state.latest
-        if number != latest + 1:
-            return Denied(
-                f"batch {number} is out of order: step {committed} was committed last, and step {latest} bound last"
-            )
-        if latest - committed > self._keep_uncommitted:
+        if rejection := self._check_order(number):
+            return rejection
+        if self._state.latest - self._state.committed > self._keep_uncommitted:
             return NotReady()
         if index not in (None, count):
             return Denied(f"part {index} is out of order: the next part of step {number} is part {count}")
@@ -119,6 +116,27 @@ class Bindings:
         while index is None and not self._state.is_bound(number):  # the rest did not fit into one message
             self._write_part(self.lacking)
         return None
+
+    def _check_order(self, number: int) -> Denied | None:
+        committed, latest = self._state.committed, self._state.latest
+        if number == latest + 1:
+            return None
+        return Denied(
+            f"batch {number} is out of order: step {committed} was committed last, and step {latest} bound last"
+        )
+
+    def outlook(self, number: int) -> Denied | tuple[int, int, bool]:
+        """Return what there is of a step; Denied if the step is out of order.
+
+        The result is the number of its groups, how many of them are neither bound nor may be bound now, and whether its
+        part 0 is bound or may be bound now.
+        """
+        if self._state.is_bound(number):
+            return len(self._state.groups_of(number)), 0, True
+        bindable = max(0, min(self._bindable(), self.lacking))
+        bound = sum(len(part.groups) for part in self._state.open_parts)
+        has_part = bound > 0 or bindable >= self._least(0)
+        return self._check_order(number) or (bound + self.lacking, self.lacking - bindable, has_part)
 
     def _bindable(self) -> int:
         """Return how many complete groups may be bound to the open step now. The step may need fewer groups."""

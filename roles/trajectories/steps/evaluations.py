@@ -113,6 +113,25 @@ class Evaluations:
         answered = current is not None and (current.step, current.incarnation) == (step, trainer)
         return not answered or self._state.unsettled > 0
 
+    @property
+    def last_step(self) -> float:
+        """The last step of the run; inf without evaluations."""
+        return inf if self._settings is None else self._settings.steps
+
+    def unfinished(self, step: int, is_free: Callable[[Incarnation | None], bool]) -> tuple[int, bool]:
+        """Return how many answers the awaited evaluation of a step lacks, and whether work on one of them is free.
+
+        ``is_free`` tells this of an answer by the holder of its lease. An evaluation that has not started is free once
+        the weights of the step are published.
+        """
+        assert self._settings is not None
+        current, newest = self._current, self._newest()
+        if current is None or current.step != step:
+            published = newest is not None and newest.version.step == step
+            return self._settings.count * self._settings.spec.samples, published
+        left = [one.id for one in self._state.answers.values() if not one.finished and not one.failed]
+        return len(left), any(is_free(self._leases.holder(number)) for number in left)
+
     def wait_reason(self, step: int) -> str | None:
         """Return a text for people that says why the evaluation of a step is not over; None if no step waits for it."""
         if not self.awaited(step, self._durable.state.fences.get(TRAINER, -1)):
@@ -258,6 +277,11 @@ class Evaluations:
         if self._leases.holder(number) == incarnation:
             self._leases.release(number)
             heappush(self._to_extend, number)
+
+    def hand_over(self, incarnation: Incarnation) -> None:
+        """End all leases of a rollout, and offer its answers to other rollouts."""
+        for number in list(self._leases.leased_to(incarnation)):
+            self._release(number, incarnation)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
         """End the leases of all incarnations that are not current."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from rrl.core.launch import ExitReason
+from rrl.core.run_spec import TagsSpec
 from rrl.core.types import NodeName, Outcome, ReplicaId, Version
 from rrl.manager.model.actions import Exclude, Why
 from rrl.manager.model.events import ClocksRecorded, Decided, NoteChanged, StepCommitted, StepEnded, VersionAvailable
@@ -131,6 +132,22 @@ def pools() -> Story:
     return story.wait(4.4 * 3600)
 
 
+def lending() -> Story:
+    """Return ten minutes of a run whose trainer lends its node to a guest."""
+    story = Story(job=msgspec.structs.replace(job_view(), tags=TagsSpec(trainer=("rollout",)))).works()
+    story.launches("guest/n2", "n2").joins("guest/n2", "asleep")
+    for minute in range(1, 11):
+        readings = [
+            story.reading("trainer/0", train=37.8 * minute, lend__store=20.4 * minute, wait_data=1.8 * minute),
+            story.reading("guest/n2", done=37_742 * minute, asleep=39.6 * minute, generate=20.4 * minute),
+            *(story.reading(f"rollout/{n}", done=42_000 * minute, generate=60 * minute) for n in (0, 1)),
+        ]
+        story.wait(60).record(ClocksRecorded(tuple(readings)))
+        metrics = {"reward": 0.9, "tokens": 72_000.0, "lent_s": 6.8, "lend_cost_s": 2.124}
+        story.record(StepCommitted(story.incarnation("trainer/0"), 12 + minute, metrics))
+    return story.enters("trainer/0", "lend").enters("guest/n2", "generate")
+
+
 SCENES: dict[str, Callable[[], Story]] = {
     "pending": lambda: Story().requests_nodes("Priority").wait(3),
     "starting": starting,
@@ -144,6 +161,7 @@ SCENES: dict[str, Callable[[], Story]] = {
     "drained": drained,
     "ending": ending,
     "pools": pools,
+    "lending": lending,
     "paced": paced,
     "paced_and_ended": paced_and_ended,
     "completed": completed,

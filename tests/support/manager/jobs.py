@@ -97,6 +97,19 @@ def gang_job(
     )
 
 
+def with_guests(spec: RunSpec, gpus: tuple[int, int] = (0, 0)) -> RunSpec:
+    """Return the job with guests on the trainer's nodes; ``gpus`` has the GPUs of a trainer's rank and of a rollout."""
+    given = dict(zip(("trainer", "rollout"), gpus, strict=True))
+    roles = tuple(
+        msgspec.structs.replace(one, per_member=msgspec.structs.replace(one.per_member, gpus=given.get(one.name, 0)))
+        for one in spec.roles
+    )
+    node = msgspec.structs.replace(spec.node_groups[0].node, gpus=gpus[0] * spec.role("trainer").per_node)
+    groups = (msgspec.structs.replace(spec.node_groups[0], node=node), *spec.node_groups[1:])
+    tags = msgspec.structs.replace(spec.tags, trainer=("rollout",))
+    return msgspec.structs.replace(spec, roles=roles, node_groups=groups, tags=tags)
+
+
 def in_node_groups(
     form: str = "replica",
     *,

@@ -26,10 +26,11 @@ from typing import TypeVar
 
 from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.core.launch import ExitReason
-from rrl.core.phases import STANDBY
+from rrl.core.phases import ASLEEP, STANDBY
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import (
     AGENT,
+    GUEST_ROLE,
     STANDBY_ROLE,
     Cause,
     Evidence,
@@ -42,6 +43,7 @@ from rrl.core.types import (
     ReplicaId,
     Verdict,
     Version,
+    is_support,
     rank_of,
     role_of,
 )
@@ -69,7 +71,7 @@ A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
 """Number of plans in a row that are not empty, after which the test fails because the planner does not settle."""
-_SUPPORT_PHASE = {STANDBY_ROLE: STANDBY}
+_SUPPORT_PHASE = {STANDBY_ROLE: STANDBY, GUEST_ROLE: ASLEEP}
 
 
 class _Died(BaseException):
@@ -583,7 +585,7 @@ def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
 
 def fences(world: World) -> list[Fence]:
     """Return the fences of roles in the order of their decision."""
-    return [fence for fence in world.decided(Fence) if role_of(fence.incarnation.replica) not in (AGENT, STANDBY_ROLE)]
+    return [fence for fence in world.decided(Fence) if not is_support(fence.incarnation.replica)]
 
 
 def charged(world: World) -> list[tuple[str, Rung]]:

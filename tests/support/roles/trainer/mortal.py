@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -22,13 +23,18 @@ from rrl.roles.trainer import checkpoint, main
 from rrl.roles.trainer.async_saver import AsyncSaver
 from rrl.roles.trainer.checkpoint import Written
 from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.lending import DeviceState, Lender
 from rrl.roles.trainer.publisher import Publisher
 from rrl.roles.trajectories.batches import Part
+from rrl.roles.trajectories.types import Balance
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.step_data import StepData
 
 PUBLISHED = "published"
 """Folder in the run directory. If it exists, the trainer also writes each published version into this folder."""
+
+LENDS = "lends"
+"""Folder in the run directory. If it exists, the trainer finds each step to lack data until it has lent its GPUs."""
 
 
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
@@ -49,10 +55,12 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     _mark_with_chance()
     if (published := Path(launch_file).parents[1] / PUBLISHED).exists():
         _keep_published(published)
+    if (Path(launch_file).parents[1] / LENDS).exists():
+        _lend_before_each_step()
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
     elif dies:
-        {**MOMENTS, SHARED: _while_the_batch_is_shared, AFTER_A_PART: _after_a_part}[moment](step)
+        {**MOMENTS, **LENDING, SHARED: _while_the_batch_is_shared, AFTER_A_PART: _after_a_part}[moment](step)
     main.main()
     sys.stdout.flush()
 
@@ -73,6 +81,15 @@ def _keep_published(folder: Path) -> None:
         (folder / str(number)).write_bytes(msgspec.msgpack.encode(tensors))
 
     Worker.publish_written = keep  # type: ignore[method-assign]
+
+
+def _lend_before_each_step() -> None:
+    """Let the store tell rank 0 that each step lacks data, until the GPUs are lent."""
+
+    def scripted(me: Worker, number: int, train_s: float, back_s: float, wait: float = 0.0) -> Balance:
+        return Balance(0.0 if wait else math.inf, math.inf)
+
+    Worker.await_balance = scripted  # type: ignore
 
 
 def _die() -> None:
@@ -140,6 +157,25 @@ def _while_the_batch_is_shared(step: int) -> None:
 
 def _in_the_step(step: int) -> None:
     _before(Learner, "_backward", lambda learner, *_: learner.number + 1 == step)
+
+
+def _while_lent(step: int) -> None:
+    _before(Lender, "_until_balanced", lambda _, number: number == step)
+
+
+def _once_it_is_dropped(step: int) -> None:
+    drop = DeviceState.drop
+
+    def wrapped(state: DeviceState) -> None:
+        drop(state)
+        if state._learner.number + 1 == step:
+            _die()
+
+    DeviceState.drop = wrapped  # type: ignore
+
+
+def _after_it_is_taken_back(step: int) -> None:
+    _before(DeviceState, "restore", lambda state, *_: state._learner.number + 1 == step)
 
 
 def _after_a_part(step: int) -> None:
@@ -222,6 +258,12 @@ SHARED = "while the batch is shared"
 """Name of the moment that exists only in a gang."""
 AFTER_A_PART = "after a part"
 """Name of the moment that exists only in a run that streams."""
+LENDING: dict[str, Callable[[int], None]] = {
+    "once it is dropped": _once_it_is_dropped,
+    "while lent": _while_lent,
+    "after it is taken back": _after_it_is_taken_back,
+}
+"""The moments that exist only in a run that lends."""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,

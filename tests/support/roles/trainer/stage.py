@@ -31,6 +31,7 @@ from rrl.roles.trajectories.types import CommittedState, Prompt, Score, Segment,
 from rrl.tests.support.listening_manager import Lab
 from rrl.tests.support.roles import folders
 from rrl.tests.support.roles.trainer import mortal
+from rrl.tests.support.roles.trainer.guests import Guest
 from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Listener
 from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, ToManager, VersionAvailable, Welcome
@@ -94,6 +95,7 @@ class Stage:
         model: Table ``[model]`` of job.toml, instead of the small model that is built.
         gpus: Number of this machine's GPUs that each member uses; with 0, members compute on the CPU.
         stream: Whether a step comes in three parts.
+        lends: Whether the trainer lends before each step (:mod:`.guests`); with ``stream`` only.
         trainer: Further keys of ``[roles.trainer]``.
     """
 
@@ -109,14 +111,17 @@ class Stage:
         model: dict[str, Any] | None = None,
         gpus: int = 0,
         stream: bool = False,
+        lends: bool = False,
         **trainer: Any,
     ) -> None:
         self.lab = Lab(path)
         self.world, self.steps, self._gpus = world, steps, gpus
         self._processes = processes
         settings = {**_RATES, "ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
-        self.job = _job(steps, model or _BUILT, settings, stream)
-        self._stream = stream
+        self.job = _job(steps, model or _BUILT, settings, stream, lends)
+        self._stream, self._lends = stream, lends
+        if lends:
+            (self.lab.run.path / mortal.LENDS).mkdir()
         write_atomically(self.lab.run.run_spec, msgspec.json.encode(self.job))
         self._uncommitted = uncommitted
         self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
@@ -124,6 +129,8 @@ class Stage:
         self._peers: dict[ReplicaId, Peer] = {}
         self._seq = 0
         self.incarnation = 0
+        self.guests: list[Guest] = []
+        """The guests of the members' nodes, if the trainer lends."""
         self._lines: dict[Incarnation, bytes] = {}
         self.versions: list[Version] = []
         """The weight versions that the trainer reported to the manager, in order."""
@@ -139,6 +146,7 @@ class Stage:
         served = await Listener.open(keys, StepRequest, epoch=_STORE.number)
         self._peers[_STORE.replica] = Peer(_STORE, served.endpoint, joined=True)
         server = Server(self.store, served)
+        self._start_guests()
         tasks = [asyncio.create_task(server.run()), asyncio.create_task(self._manage())]
         try:
             yield self
@@ -150,7 +158,16 @@ class Stage:
                 await listener.close()
             for node in list(self._snapshot_servers):
                 self.agent_dies(node)
+            for guest in self.guests:
+                guest.end()
             self.store.close()
+
+    def _start_guests(self) -> None:
+        nodes = [NodeName(f"n{rank}") for rank in range(self.world)] if self._lends else []
+        for node in nodes:
+            guest = Guest(self.lab.run.id, node, self.lab.keys)
+            self._peers[guest.incarnation.replica] = Peer(guest.incarnation, joined=True)
+            self.guests.append(guest)
 
     def agent_starts(self, node: NodeName) -> None:
         server = self._snapshot_servers[node] = SnapshotServer(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
@@ -252,7 +269,7 @@ class Stage:
 _BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
 
 
-def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any], stream: bool) -> RunSpec:
+def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any], stream: bool, lends: bool) -> RunSpec:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": steps, "seed": 3},
@@ -261,6 +278,7 @@ def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any], stream: boo
             "task": {"function": f"{__name__}:Doubles"},
             "roles": {"trainer": {"warm_start_steps": 0} | trainer},
             "transport": {"weights": "tcp"},
+            "tags": {"trainer": ["rollout"]} if lends else {},
         }
     )
     return resolve(job, "python")

@@ -398,6 +398,32 @@ def test_own_loss_or_engine_that_cannot_be_used_is_one_line_at_its_key(checked: 
     assert line in checked.line(job=OWN_JOB)
 
 
+SLEEPS = f"{OWN}    def sleep(self): ...\n    def wake(self): ...\n"
+LENDS = f'{OWN_JOB}[tags]\ntrainer = ["rollout"]\n'.replace("[sampling]", "[sampling]\nstream = true")
+
+
+@pytest.mark.parametrize(
+    ("code", "lacks"),
+    [
+        (SLEEPS, ""),
+        (OWN, "sleep and wake"),
+        (SLEEPS.replace("wake", "wakes"), "wake"),
+        (f"{OWN}def engine(me, model, tokenizer): ...\n".replace("Engine", "_").replace("engine", "Engine"), ""),
+    ],
+)
+def test_own_engine_that_cannot_give_gpus_back_is_refused_if_the_trainer_lends(
+    checked: Checked, code: str, lacks: str
+) -> None:
+    (checked.folder / "mine.py").write_text(code)
+    if not lacks:
+        assert checked.run(job=LENDS) == 0, checked.err
+        return
+    (checked.folder / "mine.py").write_text(code)
+    line = checked.line(job=LENDS)
+    assert f"roles.rollout.engine: mine:Engine lacks {lacks}, with which an engine gives GPUs back" in line
+    assert checked.run(job=OWN_JOB) == 0, "an engine of a job that does not lend needs neither"
+
+
 FILE_JOB = JOB.replace('function = "doubling:make"', 'file = "prompts.jsonl"')
 FILE_LINE = FILE_JOB.splitlines().index('file = "prompts.jsonl"') + 1
 

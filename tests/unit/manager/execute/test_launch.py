@@ -16,7 +16,7 @@ from rrl.core.launch import Launch, read_launch, tag_of
 from rrl.core.role_environment import EnvSpec
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import ContainerSpec, RoleSpec, RunSpec, TrackSpec, TransportSpec
-from rrl.core.types import TRAINER, Incarnation, NodeName, ReplicaId, Resources, standby_id
+from rrl.core.types import TRAINER, Incarnation, NodeName, ReplicaId, Resources, guest_id, standby_id
 from rrl.manager.execute.launch import (
     apptainer,
     environment,
@@ -29,7 +29,7 @@ from rrl.manager.execute.launch import (
 from rrl.manager.model.actions import Launch as LaunchAction
 from rrl.manager.model.actions import Why
 from rrl.manager.model.state import Allocation, State
-from rrl.tests.support.manager.jobs import job
+from rrl.tests.support.manager.jobs import gang_job, job, with_guests
 
 NODE = Resources(cpus=8, gpus=4)
 PROBE = "import sys; sys.path.append(sys.path.pop(0)); import torch"
@@ -291,3 +291,19 @@ def test_outdated_parts_of_a_standby_are_named_without_their_values(
     assert outdated_parts(run, state, promotion, "/elsewhere") == ("PATH", "RRL_JOB_DIR", "TZ", "WANDB_API_KEY", "cwd")
     other = msgspec.structs.replace(state, job=msgspec.structs.replace(state.job, env=EnvSpec(("false",))))
     assert outdated_parts(run, other, promotion, "/job")[-1] == "setup"
+
+
+# ── guests ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_guest_runs_the_program_of_the_rollouts_beside_the_trainer_on_all_its_gpus(run: RunDir) -> None:
+    spec = with_guests(gang_job(4, 4, rollouts=0, min_rollouts=0), (2, 1))
+    node = spec.node_groups[0].node
+    status = AllocationStatus(AllocationState.RUNNING, "7", (NodeName("n1"),))
+    pool = Allocation("pool", AllocationRequest("pool", 1, node, 60.0), 0.0, status)
+    guest = Incarnation(guest_id(NodeName("n1"), 3), 2)
+    action = LaunchAction(guest, tag_of("r1", guest), "pool", NodeName("n1"), Why(("due",)))
+    save_passed_env(run, spec)
+    step = write_launch(run, State("r1", spec, allocations={"pool": pool}), action, "/job")
+    launch = read_launch(step.launch_file)
+    assert (step.overlap, step.resources.gpus, step.resources.cpus, step.resources.mem) == (True, 8, node.cpus, 0)
+    assert (launch.guest, launch.standby, launch.role, launch.gpus) == (True, False, "rollout", 1)
+    assert launch.argv == spec.role("rollout").argv

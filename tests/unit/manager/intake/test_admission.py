@@ -126,3 +126,20 @@ def test_step_that_never_appeared_is_explained_by_its_launchers_output(tmp_path:
         reason=RejectReason.NEVER_APPEARED,
     )
     assert with_reason(run, ev.IntentSettled("t.1", True)) == ev.IntentSettled("t.1", True)
+
+
+def test_guests_work_on_the_trainers_gpus_and_on_no_others() -> None:
+    trainer, standby, guest, rollout = (
+        Incarnation(ReplicaId(name), 1) for name in ("trainer/0", "trainer/0.1", "guest/n1:0", "rollout/0")
+    )
+    taken, state = GpuRegistry(), believing(trainer, standby, guest, rollout)
+    assert taken.claim(hello(trainer, "GPU-a", "GPU-b"), state, 1.0) is None
+    assert taken.claim(hello(guest, "GPU-a"), state, 2.0) is None
+    assert taken.claim(hello(rollout, "GPU-a"), state, 3.0) is not None
+    assert taken.claim(hello(rollout, "GPU-c"), state, 4.0) is None
+    assert taken.claim(hello(guest, "GPU-c"), state, 5.0) is not None, "the GPU of a rollout is not the trainer's"
+    assert taken.unreported(standby, N1, state, ()) == [], "a guest has no GPUs of its own"
+    assert taken.assign(standby, N1, ("GPU-a", "GPU-d"), 1, state) == ("GPU-d",)
+    again = GpuRegistry()  # the next manager hears the guest first
+    assert again.claim(hello(guest, "GPU-a"), state, 6.0) is None
+    assert again.claim(hello(trainer, "GPU-a"), state, 7.0) is None

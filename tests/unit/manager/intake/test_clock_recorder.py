@@ -134,3 +134,12 @@ def test_report_of_a_fenced_worker_is_ignored(tmp_path: Path) -> None:
     assert isinstance(answer, msg.Fenced)
     handling.handler.clock_recorder.record()
     assert handling.events == []
+
+
+def test_clocks_of_guests_are_recorded_and_those_of_agents_and_standby_processes_are_not(recorder: Recorder) -> None:
+    guest = Incarnation(ReplicaId("guest/n1"), 1)
+    for name in ("agent/n1", "standby/n1"):
+        recorder.on_report(Incarnation(ReplicaId(name), 1), reading(1))
+    recorder.on_report(guest, reading(2))
+    recorder.record()
+    assert [one.readings for one in recorder.recorded] == [((guest, reading(2)),)]

@@ -10,7 +10,7 @@ from rrl.manager.intake.user_commands import Command, rejection, to_events
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
 from rrl.tests.support.cli.status_scenes import pools
-from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job, with_pool
+from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job, with_guests, with_pool
 from rrl.tests.support.manager.world import World
 
 R0, R1 = ROLLOUTS
@@ -161,3 +161,14 @@ def test_resize_is_recorded_with_its_number() -> None:
     for replicas in (2, None):
         (event,) = to_events(Command("resize", "ada", "c1", target="burst", replicas=replicas), state)
         assert event == ev.CommandReceived("resize", "ada", "c1", "burst", replicas=replicas)
+
+
+def test_running_guests_are_targets_of_faults_by_signals() -> None:
+    job = msgspec.structs.replace(with_guests(gang_job(2, 1)), faults_allowed=True)
+    state = World(job).steady().wait(10.0).state
+    for kind, amount in ((FaultKind.KILL, 0.0), (FaultKind.FREEZE, 0.0), (FaultKind.SLOW, 0.5)):
+        assert rejection(Fault("i", kind, "guest/n2", amount=amount), state.job, state) is None
+    why = text_of(rejection(Fault("i", FaultKind.EXCEPTION, "guest/n2"), state.job, state))
+    assert why == "a guest can only be the target of kill, freeze, slow, not of exception"
+    why = text_of(rejection(Fault("i", FaultKind.KILL, "guest/n7"), state.job, state))
+    assert why == 'no guest "guest/n7" in this run; there are guest/n2, guest/n3'

@@ -16,7 +16,7 @@ from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.core.processes import MAX_NOFILE
 from rrl.core.role_environment import EnvSpec, prelude
 from rrl.core.run_dir import write_atomically
-from rrl.core.types import Incarnation, NodeName, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId, guest_id
 from rrl.health.readers.base import ACCELERATOR_READERS
 from rrl.roles.launcher import gpus
 from rrl.roles.launcher.environment import node_environment, rdma_devices, see_all_gpus, ucx_devices
@@ -97,6 +97,19 @@ def test_step_names_its_gpus_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) 
     assert assigned_gpus(environment) == ("2", "3")  # without a driver, the launcher cannot turn numbers into UUIDs
     assert assigned_gpus({}) == ()
     assert "RRL_GPUS" not in node_environment(launch(network="lo"))
+
+
+@pytest.mark.parametrize(("slot", "numbers", "visible"), [(0, "4,5", "0,1"), (1, "6,7", "2,3")])
+def test_guests_of_a_node_share_the_gpus_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, slot: int, numbers: str, visible: str
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_GPUS", "4,5,6,7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    guest = Incarnation(guest_id(NodeName("n1"), slot), 1)
+    environment = node_environment(launch(gpus=2, network="lo", incarnation=guest))
+    assert (environment["RRL_GPUS"], environment["CUDA_VISIBLE_DEVICES"]) == (numbers, visible)
+    alone = Incarnation(guest_id(NodeName("n1")), 1)
+    assert node_environment(launch(gpus=4, network="lo", incarnation=alone))["RRL_GPUS"] == "4,5,6,7"
 
 
 def test_gpus_of_any_vendor_are_named_by_uuid_from_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

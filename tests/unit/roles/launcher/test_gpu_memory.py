@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from signal import SIGKILL
 
 import msgspec
 
-from rrl.core.launch import ExitReason, ExitRecord, Launch
+from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch
+from rrl.core.types import Incarnation, NodeName, guest_id
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import Stop
@@ -55,6 +57,46 @@ async def test_role_on_an_occupied_gpu_is_not_started_and_its_record_names_the_p
         record = await ended(at, launch)
         assert record.reason is ExitReason.GPUS_OCCUPIED
         assert record.detail == f"3072 MiB of GPU {driver.uuid(1)} are still in use by process 4242"
+
+
+@contextmanager
+def process_of(at: Lab, replica: str) -> Iterator[int]:
+    """Run a process of this replica, as its launcher marks it, and yield its pid."""
+    launch = at.launch("sleep", "1000", replica=replica)
+    marked = os.environ | {LAUNCH_ENV: str(at.run.launch_file(launch.tag))}
+    process = subprocess.Popen(["sleep", "1000"], env=marked)
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_memory_of_the_runs_guests_does_not_delay_a_trainer(at: Lab, tmp_path: Path) -> None:
+    with process_of(at, "guest/local1") as guest:
+        driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 41 * GIB).process(1, guest, 41 * GIB - 2**20)
+
+        async with at.manager(), step(at, driver, waits=0.5) as launch:
+            await started(at, launch)
+
+
+async def test_memory_of_others_beside_a_guest_still_delays_a_trainer(at: Lab, tmp_path: Path) -> None:
+    with process_of(at, "guest/local1") as guest, process_of(at, "rollout/7") as rollout:
+        driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 9 * GIB)
+        driver.process(1, guest, 6 * GIB).process(1, rollout, 3 * GIB)
+
+        async with at.manager(), step(at, driver, waits=0.5) as launch:
+            record = await ended(at, launch)
+            assert record.reason is ExitReason.GPUS_OCCUPIED
+            assert record.detail.startswith(f"3072 MiB of GPU {driver.uuid(1)} are still in use")
+
+
+async def test_guest_starts_while_the_trainer_uses_its_gpus(at: Lab, tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 60 * GIB)
+
+    incarnation = Incarnation(guest_id(NodeName("local1")), 1)
+    async with at.manager(), step(at, driver, waits=600.0, incarnation=incarnation) as launch:
+        await started(at, launch)
 
 
 async def test_role_waits_for_gpu_memory_that_is_released(at: Lab, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from rrl.core.run_spec import RolloutSettings, SamplingSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.models.tensors import assigned_device
 from rrl.roles.rollout import torch_engine
+from rrl.roles.rollout.vllm.config import forbid_expandable_segments
 from rrl.roles.trainer import process_group
 
 pytestmark = pytest.mark.torch
@@ -61,3 +63,25 @@ def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyP
     nothing: Any = SimpleNamespace(stop_tokens=frozenset())
     torch_engine.prepare(me, nothing, nothing)()
     assert devices_used == [torch.device("cuda", 0)]
+
+
+def test_a_guest_does_not_look_for_its_gpu_before_it_builds_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched() -> bool:
+        raise AssertionError("CUDA is initialised while the trainer uses the GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", touched)
+    settings = RolloutSettings()
+    me: Any = SimpleNamespace(
+        launch=_launch("guest", 1), job=SimpleNamespace(sampling=SamplingSpec()), rollout=settings
+    )
+    build = torch_engine.prepare(me, torch.nn.Linear(1, 1, device="meta"), me)
+    with pytest.raises(AssertionError, match="CUDA"):
+        build()
+
+
+def test_a_guest_has_no_expandable_segments_which_vllm_cannot_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    forbid_expandable_segments()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == ""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rrl.config.import_paths import SLEEPING
 from rrl.core.run_spec import RoleSpec, RolloutSettings, RunSpec
 from rrl.core.types import Resources
 from rrl.roles.rollout import torch_engine
@@ -13,7 +14,7 @@ from rrl.roles.rollout.engine import Engine, load_engine
 
 pytestmark = pytest.mark.torch
 
-METHODS = [name for name in vars(Engine) if not name.startswith("_")]
+METHODS = [name for name in vars(Engine) if not name.startswith("_") and name not in SLEEPING]
 CODE = f"""
 class Whole:
     def __init__(self, me, model, tokenizer):
@@ -37,10 +38,10 @@ def short(me):
 """
 
 
-def _me(folder: Path, engine: str) -> Any:
+def _me(folder: Path, engine: str, guest: bool = False) -> Any:
     (folder / "engines_of_mine.py").write_text(CODE)
     role = RoleSpec("h20", "rollout", 1, 0, Resources(), True, ())
-    job, launch = RunSpec("x", 1, "slurm", (role,), ()), SimpleNamespace(cwd=str(folder), role="h20")
+    job, launch = RunSpec("x", 1, "slurm", (role,), ()), SimpleNamespace(cwd=str(folder), role="h20", guest=guest)
     return SimpleNamespace(job=job, rollout=RolloutSettings(engine=engine), launch=launch, prepared=False)
 
 
@@ -77,4 +78,17 @@ def test_unusable_engine_ends_the_rollout_with_one_line_and_code_2(
     written = capsys.readouterr().err
     assert written.startswith("rrl: [rollouts.h20] engine: ")
     assert problem in written
+    assert written.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["Whole", "prepare"])
+def test_engine_that_cannot_sleep_is_refused_in_a_guest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_engine(_me(tmp_path, f"engines_of_mine:{name}", guest=True), *[object()] * 2)()  # type: ignore[arg-type]
+    assert ended.value.code == 2
+    written = capsys.readouterr().err
+    assert "sleep" in written
+    assert "wake" in written
     assert written.count("\n") == 1

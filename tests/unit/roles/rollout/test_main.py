@@ -81,6 +81,12 @@ class _Engine:
     def probe(self) -> None:
         self.did.append("probe")
 
+    def sleep(self) -> None:
+        raise AssertionError("only a guest's engine sleeps")
+
+    def wake(self) -> None:
+        raise AssertionError("only a guest's engine wakes")
+
     def close(self) -> None:
         self.did.append("closed")
 
@@ -353,6 +359,8 @@ def test_the_engine_is_built_once_the_rollout_has_joined(monkeypatch: pytest.Mon
 
     class Joining:
         """A worker that records when the role enters its ``with`` block."""
+
+        launch = SimpleNamespace(guest=False)
 
         def __enter__(self) -> None:
             done.append("joined")

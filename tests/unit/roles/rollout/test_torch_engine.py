@@ -401,3 +401,30 @@ def test_greedy_answers_in_one_batch_are_those_of_a_greedy_engine() -> None:
     items = [Item(n, 0, _prompt(n, 5), (), 10, Overrides(temperature=0.0)) for n in range(3)]
     plain = [Item(n, 0, _prompt(n, 5), (), 10) for n in range(3)]
     assert harness.roll_out(_endless(), items) == harness.roll_out(_endless(Sampling(greedy=True)), plain)
+
+
+def test_an_engine_samples_the_same_after_it_has_slept() -> None:
+    def greedy() -> list[Segment]:
+        engine.add([_item(n, so_far=_prompt(n, 3)) for n in range(4)])
+        return engine.step()[0]
+
+    engine = _endless(Sampling(greedy=True))
+    weights = {name: tensor.clone() for name, tensor in harness.learner().weights().items()}
+    before = greedy()
+    parameters = list(engine._model.parameters())
+    sizes = [parameter.untyped_storage().nbytes() for parameter in parameters]
+    for _ in range(20):
+        engine.add([_item(7, max_new=40)])
+        engine.step()
+        engine.sleep()
+        assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
+        assert not engine.has_work
+        with pytest.raises(RuntimeError, match="no weights"):
+            engine.step()
+        engine.wake()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(float("nan"))  # the memory has been used by others
+        engine.load(_FIRST, weights.items())
+        assert greedy() == before
+    assert [parameter.untyped_storage().nbytes() for parameter in parameters] == sizes

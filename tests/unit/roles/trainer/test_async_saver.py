@@ -16,21 +16,23 @@ import torch
 
 from rrl.core.phases import phase
 from rrl.core.run_dir import RunDir
-from rrl.core.types import Incarnation, ReplicaId
+from rrl.core.types import Incarnation, NodeName, ReplicaId
 from rrl.roles.checkpoints.folders import Digest, describe, fresh_folder, make_durable
 from rrl.roles.checkpoints.stored_tensors import INDEX
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.server import SnapshotServer
 from rrl.roles.trainer import async_saver as saver_module
 from rrl.roles.trainer import checkpoint
 from rrl.roles.trainer.async_saver import COMMITS_CAUSE, AsyncSaver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
-from rrl.roles.trainer.host_buffers import HostBuffers
+from rrl.roles.trainer.host_buffers import HostBuffers, Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import COLLECTIVE_TIMEOUT_S, Gang
 from rrl.roles.trajectories.types import TrainedStep
 from rrl.roles.worker.connection import Stopping
 from rrl.roles.worker.status import external_waits
 from rrl.roles.worker.uncommitted_steps import UncommittedSteps
-from rrl.tests.support.listening_manager import TIMEOUT_S, wait_until
+from rrl.tests.support.listening_manager import TIMEOUT_S, Lab, wait_until
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
@@ -91,14 +93,16 @@ class NoPublisher(SimpleNamespace):
 
 
 class Scene:
-    def __init__(self, path: Path, max_uncommitted: int, checkpoint_every: int = 1) -> None:
+    def __init__(
+        self, path: Path, max_uncommitted: int, checkpoint_every: int = 1, client: SnapshotClient | None = None
+    ) -> None:
         run = RunDir(path / "run")
         run.create()
         self.me = Worker(run)
         self.student: Learner = harness.learner()
         self.failed: list[BaseException] = []
         checkpoints = Checkpoints(run)
-        buffers = HostBuffers(own=max_uncommitted)
+        buffers = HostBuffers(client, own=max_uncommitted)
         me: Any = self.me
         self.publisher = NoPublisher()
         publisher: Any = self.publisher
@@ -197,6 +201,49 @@ def test_committed_state_is_that_of_the_call_and_not_of_a_later_step(scene: Scen
     Checkpoints(scene.me.run_dir).read(describe(scene.me.run_dir.path, files), other)
     assert other.number == 1
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
+
+
+@pytest.fixture(params=["in the agent", "in the process"])
+def client(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SnapshotClient | None]:
+    """Provide a client of a real snapshot server, or None."""
+    if request.param == "in the process":
+        yield None
+        return
+    lab = Lab(tmp_path / "agent")
+    server = SnapshotServer(lab.run.id, NodeName("n"), lab.keys, "127.0.0.1")
+    server.start()
+    made = SnapshotClient(lab.run.id, NodeName("n"), lab.keys, ReplicaId("trainer/0"), 0, 1)
+    yield made
+    made.close()
+    server.close()
+
+
+def test_host_copy_is_that_of_the_last_step_until_the_next_one_is_saved(
+    tmp_path: Path, client: SnapshotClient | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the other threads do with it: from it, a trainer that has lent its GPUs restores its state."""
+    fill, filled = Layout.fill, list[int]()
+    monkeypatch.setattr(Layout, "fill", lambda *words: (filled.append(1), fill(*words)))
+    scene = Scene(tmp_path, 2, checkpoint_every=2, client=client)
+    scene.me.may_commit.set()
+    for number in range(5):
+        for tensor in scene.student.tensors().values():
+            tensor.data.normal_()
+        if number:
+            scene.save(number)
+        expected, _ = harness.saved(scene.student)
+        copy = scene.saver.host_copy()
+        for tensor in scene.student.tensors().values():
+            tensor.data.zero_()
+        if client is not None:
+            client.wait_until_sealed()
+            assert {each.step for each in client.list_snapshots()} == {*range(max(1, number - 1), number + 1)}
+        wait_until(lambda: not scene.saver._written)
+        assert scene.saver.host_copy() is copy
+        assert len(filled) == 1 + number, "a further copy was made"
+        scene.saver.layout.load(copy, scene.student.tensors())
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in scene.student.tensors().items())
+    scene.saver.finish()
 
 
 def test_copy_is_offered_to_the_publisher_before_its_commit_and_blocked_time_is_a_metric(scene: Scene) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.episodes.requests import EpisodeItem
-from rrl.roles.trajectories.leases import deal
+from rrl.roles.trajectories.leases import LONG_PREFIX, deal
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Leased
 from rrl.tests.support.roles.trajectories.agents import CREW, ask, episodes, open_agents_store
@@ -120,3 +120,22 @@ def test_turn_is_kept_for_the_waiting_rollout_with_its_prefix_until_that_has_wor
     assert _lease(store, ROLLOUT, 1) == [one]
     last = ask(store, item, "last", (7,), first, 4)
     assert _lease(store, OTHER, 1, holding=(other,)) == [last]
+
+
+GUEST = incarnation_of("guest/n1")
+
+
+@pytest.mark.parametrize(("tokens", "of_guest"), [(LONG_PREFIX, True), (LONG_PREFIX + 1, False)])
+def test_guest_leaves_a_turn_with_a_long_prefix_to_a_rollout_with_a_free_place(
+    tmp_path: Path, tokens: int, of_guest: bool
+) -> None:
+    store = open_agents_store(tmp_path, (*CREW, GUEST))
+    (item,) = episodes(store, 1)
+    for who in (ROLLOUT, GUEST):
+        assert _lease(store, who, 1) == []
+    number = ask(store, item, given=(2,) * tokens)
+    assert _lease(store, GUEST, 1) == ([number] if of_guest else [])
+    assert _lease(store, ROLLOUT, 1) == ([] if of_guest else [number])
+    if not of_guest:
+        last = ask(store, item, "2", given=(3,) * tokens)
+        assert _lease(store, GUEST, 1) == [last], "a turn waits although no other rollout has a place for it"

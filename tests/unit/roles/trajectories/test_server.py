@@ -30,6 +30,8 @@ from rrl.roles.trajectories.server import REQUESTS_CAUSE, Server, answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Append,
+    AwaitBalance,
+    Balance,
     CommittedState,
     Denied,
     Done,
@@ -878,3 +880,122 @@ def test_groups_held_back_by_the_staleness_limit_are_no_untaken_data(tmp_path: P
     score(store)
     assert store.has_data()
     store.close()
+
+
+# ── a trainer that lends its GPUs ────────────────────────────────────────────────────────────────────────────────────
+GUEST = incarnation_of("guest/n1")
+SHORT = Balance(math.inf, math.inf)
+BALANCED = Balance(0.0, math.inf)
+COLOCATED = (GUEST, REWARD, TRAINER)
+
+
+async def _make_step(script: Script, first: int) -> None:
+    """Make the groups of a step as a guest and the reward role, with requests from number ``first`` on."""
+    script.send_request(first, LeaseWork(GUEST, BATCH * GROUP))
+    await script.until(lambda: first in script.replies)
+    leased = cast(Leased, script.replies[first]).items
+    made = tuple(item.trajectory for item in leased)
+    script.send_request(first + 1, Append(GUEST, tuple(segment(t) for t in made), made))
+    script.send_request(first + 2, LeaseScoring(REWARD, 100))
+    await script.until(lambda: first + 2 in script.replies)
+    script.send_request(first + 3, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in made)))
+
+
+async def test_balance_is_answered_at_once_at_balance_or_after_its_wait(tmp_path: Path) -> None:
+    served: list[int] = []
+    async with _serve(tmp_path, served.append, open_store(tmp_path, COLOCATED)) as (_, server, script):
+        script.send_request(0, AwaitBalance(TRAINER, 1, 0.0, 0.0))
+        script.send_request(1, AwaitBalance(TRAINER, 1, 0.0, 0.0, wait=0.05))
+        await script.until(lambda: len(script.replies) == 2)
+        assert [script.replies[0], script.replies[1]] == [SHORT, SHORT]
+        assert sum(served) == 0, "a step that stays short counts as progress of the store"
+        script.send_request(2, AwaitBalance(TRAINER, 1, 0.0, 0.0, wait=DEADLINE))
+        script.send_request(3, AwaitBalance(incarnation_of("trainer/0", 0), 1, 0.0, 0.0, wait=DEADLINE))
+        script.send_request(4, AwaitBalance(TRAINER, 7, 0.0, 0.0, wait=DEADLINE))
+        await script.until(lambda: 4 in script.replies)
+        assert isinstance(script.replies[3], Denied)
+        assert isinstance(script.replies[4], Denied)
+        await script.until(lambda: bool(server._parked))
+        assert 2 not in script.replies
+        await _make_step(script, 10)
+        await script.until(lambda: 2 in script.replies)
+        assert script.replies[2] == BALANCED
+
+
+async def test_trainer_that_has_lent_its_gpus_neither_leaves_data_nor_is_said_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
+    notes: list[str] = []
+    store = open_store(tmp_path, (*ALL, GUEST))
+    assert store.report_versions(TRAINER, (Version(0, TRAINER.number),)) is None
+    async with _serve(tmp_path, store=store, note=notes.append) as (_, server, script):
+        script.send_request(0, LeaseWork(GUEST, BATCH * GROUP))
+        script.send_request(1, AwaitBalance(TRAINER, 1, 0.0, 0.0, wait=DEADLINE))
+        await script.until(lambda: bool(server._parked))
+        assert not notes
+        report = server.data_report()
+        assert not report.untaken
+        assert report.holders == {GUEST.replica}, "who holds what a lent trainer lacks is not known"
+        script.send_request(2, GetPart(TRAINER, 1, 0, wait=0.0))
+        await script.until(lambda: bool(notes) and notes[-1] != "")
+        script.send_request(3, AwaitBalance(TRAINER, 1, 0.0, 0.0))
+        await script.until(lambda: notes[-1] == "")
+
+
+async def test_data_are_not_untaken_while_the_trainer_has_lent_its_gpus(tmp_path: Path) -> None:
+    """As in a colocated run whose last groups of the step have just become complete."""
+    async with _serve(tmp_path, store=_ready(tmp_path)) as (_, server, script):
+        assert server.data_report().untaken
+        script.send_request(0, AwaitBalance(TRAINER, 1, 0.0, 0.0, wait=1.0))
+        await script.until(lambda: 0 in script.replies)
+        assert not server.data_report().untaken
+
+
+async def test_hand_over_frees_all_work_of_a_guest_and_answers_its_waiting_request(tmp_path: Path) -> None:
+    store = open_store(tmp_path, (*ALL, GUEST))
+    async with _serve(tmp_path, store=store) as (_, server, script):
+        script.send_request(0, LeaseWork(GUEST, 1000))
+        script.send_request(1, LeaseWork(GUEST, 8, wait=DEADLINE, holding=None))
+        script.send_request(2, LeaseWork(ROLLOUT, 1000, wait=DEADLINE))
+        await script.until(lambda: 0 in script.replies and len(server._parked) == 2)
+        held = cast(Leased, script.replies[0]).items
+        request = Append(GUEST, tuple(segment(item.trajectory) for item in held), hands_over=True)
+        script.send_request(3, request)
+        await script.until(lambda: len(script.replies) == 4)
+        assert script.replies[1] == Leased(()), "a guest that hands over was leased work"
+        assert script.replies[3] == Done()
+        taken = cast(Leased, script.replies[2]).items
+        assert [item.trajectory for item in taken] == [item.trajectory for item in held]
+        assert all(item.so_far for item in taken)
+        script.send_request(4, request)
+        await script.until(lambda: 4 in script.replies)
+        repeated = script.replies[4]
+        assert isinstance(repeated, Denied)
+        assert set(repeated.lost) == {item.trajectory for item in held}
+        assert store._work.leases.leased_to(ROLLOUT) == {item.trajectory for item in held}
+
+
+async def test_trainer_waits_for_balance_and_a_guest_hands_over_across_restarts_of_the_store(
+    process: StoreProcess,
+) -> None:
+    members = (GUEST, OTHER, REWARD, TRAINER)
+    process.start(members[:1] + members[2:])
+    async with clients(process, GUEST, REWARD, TRAINER) as (guest, reward, trainer):
+        held = await guest.lease(BATCH * GROUP)
+        waiting = asyncio.create_task(trainer.ask(AwaitBalance, 1, 0.0, 0.0, DEADLINE))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        process.kill()
+        process.start(members)  # beside a rollout now, which can continue
+        appended = await guest.append_and_lease([segment(i.trajectory, 0, (5,)) for i in held], (), 0, hands_over=True)
+        assert appended.lost == ()
+        async with clients(process, OTHER) as (other,):
+            taken = await other.lease(BATCH * GROUP)
+            assert [item.trajectory for item in taken] == [item.trajectory for item in held]
+            segments = [segment(item.trajectory, 1, (5,)) for item in taken]
+            await other.append(segments, [item.trajectory for item in taken])
+            leased = await lease_scoring(reward, 100)
+            await reward.ask(PostScores, tuple(Score(item.trajectory, 1.0, 1.0) for item in leased))
+            assert (await waiting).short_s == 0.0, "the request that a dead store had was not repeated"

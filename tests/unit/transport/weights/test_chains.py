@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.core.types import Incarnation, ReplicaId, Version, natural_sort_key
+from rrl.core.types import Incarnation, NodeName, ReplicaId, Version, guest_id, natural_sort_key
 from rrl.transport.weights.pull import WeightSource, select_sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
@@ -65,6 +65,15 @@ def test_two_chains_begin_at_the_publisher_and_two_at_each_end_of_a_chain() -> N
         *names(23, 22, 21, 20, 19, 18, 17, 16, 7, 6, 5, 4, 3, 2, 1, 0),
         "trainer/0",
     ]
+
+
+def test_guests_are_the_last_receivers_of_a_chain() -> None:
+    guests = [WeightSource(Incarnation(guest_id(NodeName(f"n{n}")), 1), "tcp://g:1", (OLD,)) for n in range(2)]
+    holders = [PUBLISHER, *guests, *rollouts(2)]
+    assert requested_sources(0, holders) == ["trainer/0"]
+    assert requested_sources(1, holders) == [*names(0), "trainer/0"]
+    sources = select_sources(guests[1].incarnation.replica, holders, NEW, 8)
+    assert [each.incarnation.replica for each in sources] == ["guest/n0", *names(1, 0), "trainer/0"]
 
 
 def test_late_receiver_prefers_neighbour_then_holders_then_publisher() -> None:

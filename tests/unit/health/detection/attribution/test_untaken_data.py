@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.core.phases import PHASES, WAIT_DATA
+from rrl.core.phases import LEND, PHASES, WAIT_DATA
 from rrl.core.types import DataReport, Incarnation, ReplicaId
 from rrl.health.detection.attribution.untaken_data import UNTAKEN_FACTOR
 from rrl.tests.support.health.traces import IDLE, LIMITS, ROLLOUTS, STORE, TRAINER, Trace, fail
@@ -48,6 +48,13 @@ def test_data_that_lay_ready_during_a_training_step_do_not_shorten_the_next_wait
     trace.enter(TRAINER, WAIT_DATA)
     trace.loads[TRAINER] = IDLE
     trace.play(LIMIT_S - 5)
+    assert trace.found() == set()
+
+
+def test_trainer_that_takes_its_gpus_back_is_not_charged(trace: Trace) -> None:
+    """It requests nothing while it waits for a guest, which may still build its engine."""
+    trace.enter(TRAINER, LEND)
+    trace.play(2 * LIMIT_S)
     assert trace.found() == set()
 
 

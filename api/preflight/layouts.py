@@ -1,0 +1,73 @@
+"""What a job whose trainer lends its GPUs needs on a node of the trainer, for ``rrl check``."""
+
+from __future__ import annotations
+
+from ...cluster.traits import traits_of
+from ...config.model_size import weight_count
+from ...core.run_spec import RunSpec
+from ...core.text import plural
+from ...core.types import TRAINER, role_of
+from ...core.units import size_text
+from .local_machine import DTYPE_BYTES, OPTIMIZER_BYTES, TORCH_BYTES
+
+_SNAPSHOT_COPIES = 2
+"""Copies of a rank's state in the memory of its own node, and of another node if there is one (docs/restart.md)."""
+_VERSIONS = 2
+"""Versions of the weights in the memory of a guest while it receives one, and of the first rank while it publishes."""
+
+
+def lending_text(spec: RunSpec) -> str:
+    """Return the layout of a job that lends, and its memory on a node of the trainer; empty if it does not lend."""
+    if not spec.guests:
+        return ""
+    rollouts = sum(role.replicas for role in spec.kind("rollout"))
+    beside = f"multiplexed: {plural(rollouts, 'rollout')}, and" if rollouts else "colocated: no rollout of its own, but"
+    nodes = spec.role(role_of(TRAINER)).nodes
+    where = f"each of {nodes} nodes" if nodes > 1 else "the node"
+    lines = [f"layout       {beside} {plural(spec.guests_on_node, 'guest')} on {where} of the trainer"]
+    if (needed := _host_bytes(spec)) is None:
+        lines.append("host memory  unknown: this machine does not have the model")
+    else:
+        trainer, guests = needed
+        has = _gib(spec.node_group_of(role_of(TRAINER)).node.mem)
+        texts = f"about {_gib(trainer)} for the trainer's processes, {_gib(guests)} for the guests"
+        lines.append(f"host memory  of a node of the trainer: {texts}; a node has {has}")
+    if spec.role("rollout").per_member.gpus and spec.rollouts["rollout"].engine == "vllm":
+        lines.append("GPU memory   a sleeping guest keeps 1 to 7 GiB of each GPU, by reports of others (docs/tags.md)")
+    return "\n".join(lines)
+
+
+def lending_doubt(spec: RunSpec) -> list[str]:
+    """Return a warning if the memory of a trainer node is too small for trainer and guests.
+
+    Virtual nodes do not limit memory; there ``size_problem`` compares the whole run with the machine.
+    """
+    if not spec.guests or traits_of(spec.cluster).roles_run_here or (needed := _host_bytes(spec)) is None:
+        return []
+    has = spec.node_group_of(role_of(TRAINER)).node.mem
+    if sum(needed) <= has:
+        return []
+    text = f"trainer and guests of a node need about {_gib(sum(needed))} of host memory together"
+    return [f"cluster.node.mem = {size_text(has)}: {text}; raise it, or lend with fewer GPUs on a node"]
+
+
+def _host_bytes(spec: RunSpec) -> tuple[int, int] | None:
+    """Return the memory (bytes) of a node that the trainer's processes and the guests need; None without the model.
+
+    Without GPUs it includes the model itself, of the trainer or of the guests, of which only one is there at a time.
+    """
+    trainer, settings = spec.role(role_of(TRAINER)), spec.trainer
+    if not (weights := weight_count(spec.model)):
+        return None
+    members, dtype = min(trainer.ranks, trainer.per_node), DTYPE_BYTES[spec.model.dtype]
+    copies = _SNAPSHOT_COPIES * (2 if spec.nodes > 1 else 1) if settings.snapshots else min(settings.uncommitted, 2)
+    of_shard = OPTIMIZER_BYTES * copies + (dtype if settings.kl else 0)
+    held = members * (weights * of_shard // trainer.ranks + TORCH_BYTES) + weights * dtype * _VERSIONS
+    guests = spec.guests_on_node * (weights * dtype * _VERSIONS + TORCH_BYTES)
+    if not trainer.per_member.gpus:
+        held += max(members * weights * OPTIMIZER_BYTES // trainer.ranks, spec.guests_on_node * weights * dtype)
+    return held, guests
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"

@@ -1,0 +1,1 @@
+"""How the GPUs of a trainer's node pass between the trainer and a guest; shared by both."""
