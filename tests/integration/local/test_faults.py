@@ -82,8 +82,8 @@ def _recorded(run: TestRun) -> list[ev.FaultInjected]:
     return [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.FaultInjected)]
 
 
-def _rejoined(id: ReplicaId) -> Callable[[State], bool]:
-    return lambda state: (state.replica(id).incarnation_number, state.replica(id).status) == (2, Status.JOINED)
+def _rejoined(id: ReplicaId, number: int = 2) -> Callable[[State], bool]:
+    return lambda state: (state.replica(id).incarnation_number, state.replica(id).status) == (number, Status.JOINED)
 
 
 def _commands(run: TestRun) -> None:
@@ -108,8 +108,10 @@ def test_run_survives_every_fault_and_marks_only_these_failures_as_injected(tmp_
     _commands(run)
     run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.triggered_faults))
     run.wait(_rejoined(AGENT))
-    # waits for this before the manager is killed, because its successor would begin anew to wait for the dead engine
+    # waits for these before the manager is killed, because its successor would begin anew to wait for the dead engine,
+    # and to hear from the frozen rollout
     run.wait(_rejoined(ReplicaId("rollout/2")))
+    run.wait(_rejoined(ReplicaId("rollout/0"), RECOVERED["rollout/0"] + 1))
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     assert _inject(run, "kill", "--target", "manager")[0] == 0
     run.wait(lambda state: read_process(manager) is None)

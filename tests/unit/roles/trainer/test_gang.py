@@ -42,6 +42,8 @@ def test_two_members_reach_the_weights_of_one_process(undisturbed_end: Undisturb
         assert one.distance(two) < 1e-5
         assert len(one.metrics) == 3
         for expected, got in zip(one.metrics, two.metrics, strict=True):
+            for metrics in (expected, got):
+                metrics.pop("length_bias", None)  # depends on which further answers are complete at the commit
             assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
     asyncio.run(story())
