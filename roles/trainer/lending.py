@@ -122,11 +122,11 @@ class Batons:
         self._batons: list[LeaderBaton] = []
         self._lent: list[LeaderBaton] = []
         self.clean = True
-        """Whether the memory of the GPUs is known to be free since the last :meth:`claim` or :meth:`take`."""
+        """Whether all processes that had a baton since :meth:`claim` or the first :meth:`lend` said that they sleep."""
         self.builds = False
-        """Whether a guest builds its engine since the batons were lent."""
+        """Whether a guest had to build its engine since then."""
         self.wake_s = 0.0
-        """Longest time (s) that a guest needed to wake, of those whose batons were taken last."""
+        """Longest time (s) that a guest needed to wake since then."""
 
     def claim(self, leader: bool) -> None:
         """Take the batons of the node, if this process is its ``leader``; to be called before any use of a GPU.
@@ -152,11 +152,13 @@ class Batons:
         ready = [baton.guest_has_engine for baton in self._held() if self._is_current(baton.guest)]
         return True in ready, False in ready
 
-    def lend(self, wish: Wish) -> None:
+    def lend(self, wish: Wish, *, again: bool = False) -> None:
         """Give each baton that is held to the guest that sleeps there, as far as ``wish`` says.
 
-        The baton of a guest that has ended is held again.
+        With ``again``, batons are lent already; that of a guest that has ended is taken first.
         """
+        if not again:
+            self.clean, self.builds, self.wake_s = True, False, 0.0
         self._take([baton for baton in self._lent if baton.lent_to is None])
         for baton in self._held():
             builds = not baton.guest_has_engine
@@ -168,7 +170,6 @@ class Batons:
 
     def take(self) -> bool:
         """Take back all batons that are lent; return False if a stop was requested before all of them are held."""
-        self.clean, self.builds, self.wake_s = True, False, 0.0
         self._take(list(self._lent))
         return not self._lent
 
@@ -384,9 +385,9 @@ class Lender:
             lent = time.monotonic()
             if not self._until_balanced(number):
                 return False
-            back, builds = time.monotonic(), self._batons.builds
-            held = self._batons.take()
-            mine = _HandOver(held, self._batons.clean, builds, lent - begun, self._batons.wake_s)
+            back, batons = time.monotonic(), self._batons
+            held = batons.take()
+            mine = _HandOver(held, batons.clean, batons.builds, lent - begun, batons.wake_s)
             # after this exchange, no guest has a baton
             others = self._gang.gather(mine, _HandOver)
             if not all(member.held for member in others):
@@ -431,7 +432,7 @@ class Lender:
                 return False
             if wish.balanced or not (wish.patient or any(report.lent for report in reports)):
                 return True
-            self._batons.lend(wish)
+            self._batons.lend(wish, again=True)
 
     def _compare(self, number: int, wait: float) -> list[_Report]:
         """Return the reports of all members; ``wait`` is that of rank 0's request to the store."""

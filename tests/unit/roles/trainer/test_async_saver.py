@@ -223,7 +223,12 @@ def test_host_copy_is_that_of_the_last_step_until_the_next_one_is_saved(
 ) -> None:
     """Whatever the other threads do with it: from it, a trainer that has lent its GPUs restores its state."""
     fill, filled = Layout.fill, list[int]()
-    monkeypatch.setattr(Layout, "fill", lambda *words: (filled.append(1), fill(*words)))
+
+    def counted(layout: Layout, *words: Any) -> None:
+        filled.append(1)
+        fill(layout, *words)
+
+    monkeypatch.setattr(Layout, "fill", counted)
     scene = Scene(tmp_path, 2, checkpoint_every=2, client=client)
     scene.me.may_commit.set()
     for number in range(5):

@@ -229,7 +229,7 @@ def test_trainer_without_other_rollouts_waits_for_a_guest_and_lends_again_to_its
     wait_until(lambda: second.turns == 1)
     one.me.balances[0] = THERE
     prepared.join(TIMEOUT_S)
-    assert one.done == ["drop", "restore"]
+    assert one.done == ["drop", "await memory", "restore"]  # that of the first guest
 
 
 def test_step_goes_on_without_a_guest_that_ended_and_waits_for_its_memory_if_it_did_not_sleep(
