@@ -43,6 +43,7 @@ while baton.wait_until_ours(lambda: False):
     baton.ready()
     if how == "forks" and os.fork() == 0:
         time.sleep(15)
+        os._exit(0)
     while not baton.back_requested or how == "deaf":
         time.sleep(0.001)
     baton.give_back()
