@@ -922,7 +922,7 @@ async def test_balance_is_answered_at_once_at_balance_or_after_its_wait(tmp_path
         assert script.replies[2] == BALANCED
 
 
-async def test_trainer_that_has_lent_its_gpus_neither_leaves_data_nor_is_said_to_wait(
+async def test_trainer_that_has_lent_its_gpus_leaves_no_data_and_has_no_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)

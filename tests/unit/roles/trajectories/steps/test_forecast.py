@@ -90,7 +90,7 @@ def test_without_a_known_pace_a_step_is_short_only_if_nothing_can_be_trained(
 
 
 def test_without_rollouts_the_whole_step_and_the_evaluation_must_be_there() -> None:
-    alone = {"has_rollouts": False, "pace": None}
+    alone: dict[str, Any] = {"has_rollouts": False, "pace": None}
     assert short_s(**alone) == math.inf
     assert short_s(**alone, has_work=False) == math.inf, "scoring could fail, and then only a guest could replace it"
     assert short_s(**alone, there=8, missing=0, evaluated=False) == math.inf
@@ -98,7 +98,7 @@ def test_without_rollouts_the_whole_step_and_the_evaluation_must_be_there() -> N
 
 
 def test_nothing_is_lent_that_no_guest_could_use() -> None:
-    nothing = {"has_work": False, "there": 0, "has_part": False, "missing": 8}
+    nothing: dict[str, Any] = {"has_work": False, "there": 0, "has_part": False, "missing": 8}
     assert short_s(**nothing, lent=False) == 0.0
     assert short_s(**nothing, lent=True) > 0, "work can appear before there is anything to train"
     assert short_s(has_work=False, lent=True) == 0.0
@@ -321,10 +321,10 @@ class LendingRun(VirtualRun):
             self.kill_rollout(name)
 
     def _open(self) -> Store:
-        store = super()._open()
+        store: Any = super()._open()
         append = store.append
-        store.append = lambda who, new, ended: append(who, new, ended, float(self.ticks))  # type: ignore[method-assign]
-        return store
+        store.append = lambda *request: append(*request, float(self.ticks))
+        return store  # type: ignore[no-any-return]
 
     def kill_trainer(self) -> None:
         self._take_back()
