@@ -6,11 +6,12 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.benchmarks._tags_runs import RUN_TIMEOUT_S, Arm, Started, ended, start
+from rrl.benchmarks._tags_runs import RANKS, RUN_TIMEOUT_S, Arm, Started, ended, start
 from rrl.core.phases import WAIT_DATA
 from rrl.core.types import GUEST_ROLE, TRAINER, NodeName, guest_id, member_id
 from rrl.manager.model import events as ev
@@ -43,16 +44,11 @@ class Faults(Struct):
 def measure(folder: Path, kills: int = KILLS) -> Faults:
     """Run a job that lends and one that does not side by side, and injure one after the other."""
     with ended(start(LENT, 0, folder)) as lent, ended(start(NOT_LENT, 0, folder)) as other:
-        stopped = _awake_guest(lent, 0.0)
-        _signal(lent, stopped, signal.SIGSTOP)
-        since = time.time()
-        _wait(lent, lambda: _restored(lent, since) >= 2)
-        taken = [one for one in fake_gpu.events(lent.gpu) if one["event"] == "take" and one["at"] > since]
-        late = max(_times(lent, "restored", since)[:2]) - min(one["at"] for one in taken)
+        stopped, late = _stop_guest(lent)
         killed = _awake_guest(lent, time.time(), but=stopped)
         _signal(lent, killed, signal.SIGKILL)
         since = time.time()
-        _wait(lent, lambda: _restored(lent, since) >= 2)
+        _wait_restored(lent, since)
         incarnations = lent.test.state().replica(TRAINER).incarnation_number
         times: dict[str, list[float]] = {"lent": [], "other": []}
         for _ in range(kills):
@@ -61,6 +57,19 @@ def measure(folder: Path, kills: int = KILLS) -> Faults:
             other.test.wait(_waits_for_data, RUN_TIMEOUT_S)
             times["other"].append(_recovery(other))
     return Faults(round(late, 3), incarnations, times["lent"], times["other"])
+
+
+def _stop_guest(run: Started) -> tuple[NodeName, float]:
+    """Stop a guest that generates, until it is killed; return its node, and how late (s) the trainer could train."""
+    while True:
+        node = _awake_guest(run, time.time())
+        _signal(run, node, signal.SIGSTOP)
+        since = time.time()
+        _wait_restored(run, since)
+        taken = [one for one in fake_gpu.events(run.gpu) if one["event"] == "taken" and one["at"] > since]
+        if any(one["killed"] for one in taken):
+            return node, max(_times(run, "restored", since)[:RANKS]) - min(_times(run, "take", since))
+        _signal(run, node, signal.SIGCONT)  # it was already asleep
 
 
 def _awake_guest(run: Started, since: float, but: NodeName | None = None) -> NodeName:
@@ -90,8 +99,7 @@ def _signal(run: Started, node: NodeName, number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
-def _wait(run: Started, condition: object) -> None:
-    assert callable(condition)
+def _wait(run: Started, condition: Callable[[], bool]) -> None:
     run.test.wait(lambda _: condition(), RUN_TIMEOUT_S)
 
 
@@ -103,8 +111,8 @@ def _times(run: Started, event: str, since: float) -> list[float]:
     ]
 
 
-def _restored(run: Started, since: float) -> int:
-    return len(_times(run, "restored", since))
+def _wait_restored(run: Started, since: float) -> None:
+    _wait(run, lambda: len(_times(run, "restored", since)) >= RANKS)
 
 
 def _waits_for_data(state: State) -> bool:

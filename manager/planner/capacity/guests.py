@@ -23,11 +23,11 @@ CROWDED_TO_WITHDRAW = 2
 
 def plan_guests(state: State, inventory: NodeInventory, now: float) -> tuple[list[ExternalAction], float]:
     """Return the launches of guests that are due, and the manager's time (s) of the next launch."""
-    wanted = _wanted_guests(state, trainer_nodes(state))
-    trainers = [members for members in inventory.gangs if is_trainer(members[0].id)]
-    if not wanted or not all(all_joined(members) for members in trainers):
+    if not state.job.guests_on_node:
         return [], NEVER
-    return launches_on_nodes(state, inventory, wanted, now)
+    if not all(all_joined(members) for members in inventory.gangs if is_trainer(members[0].id)):
+        return [], NEVER
+    return launches_on_nodes(state, inventory, _wanted_guests(state, trainer_nodes(state)), now)
 
 
 def stop_guests(state: State, assigned: Assignment) -> list[StopStep]:

@@ -105,9 +105,7 @@ def _withdraw_guests(state: State, now: float) -> Decision | None:
     needed = "guests that leave more memory: lower gpu_memory_utilization in [roles.rollout.vllm]"
     if guests_are_essential(state):
         return failed_by_code(state, (*evidence, "nothing else generates"), "its traceback", needed)
-    return WithdrawGuests(
-        Why(evidence, Rung.DEGRADED, "the trainer has its GPUs for itself", lower=every_lower(needed))
-    )
+    return WithdrawGuests(Why(evidence, Rung.DEGRADED, lower=every_lower(needed)))
 
 
 # ── restarts and moves without a failure of the member ───────────────────────────────────────────────────────────────

@@ -330,6 +330,22 @@ def test_trainer_that_dies_of_memory_twice_beside_guests_goes_on_without_them_un
     assert len(guests(resumed(world, BESIDE))) == 2
 
 
+def test_next_manager_also_goes_on_without_guests() -> None:
+    world = with_them()
+    dies(world, CROWDED)
+    begun = world.planned
+    dies(world, CROWDED)
+    for number in range(begun + 1, world.planned + 1):
+        again = with_them()
+        dies(again, CROWDED)
+        again.die_before = number
+        dies(again, CROWDED)
+        again.wait(120.0)
+        assert again.works(), number
+        assert guests(again) == {}, number
+        assert len(again.decided(WithdrawGuests)) == 1, number
+
+
 def test_other_deaths_of_the_trainer_and_deaths_without_guests_withdraw_no_guests() -> None:
     world = with_them(msgspec.structs.replace(BESIDE, recovery=Recovery(per_replica=9, full_restarts=0)))
     dies(world, CROWDED)
