@@ -18,6 +18,7 @@ class Guest:
     def __init__(self, run: str, node: NodeName, keys: RunKeys, number: int = 1) -> None:
         self.incarnation = Incarnation(guest_id(node), number)
         self.turns = 0
+        self.awake = threading.Event()
         self._ended = threading.Event()
         self._baton = GuestBaton(run, node, 0, keys.secret, self.incarnation)
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -32,7 +33,9 @@ class Guest:
         while self._baton.wait_until_ours(self._ended.is_set, _POLL_S):
             self.turns += 1
             self._baton.ready()
+            self.awake.set()
             while not (self._baton.back_requested or self._ended.is_set()):
                 time.sleep(_POLL_S)
+            self.awake.clear()
             if not self._ended.is_set():
                 self._baton.give_back()
