@@ -87,6 +87,7 @@ def _lend_before_each_step() -> None:
     """Let the store tell rank 0 that each step lacks data, until the GPUs are lent."""
 
     def scripted(me: Worker, number: int, train_s: float, back_s: float, wait: float = 0.0) -> Balance:
+        me.stopping.wait(0.1 if wait else 0.0)
         return Balance(0.0 if wait else math.inf, math.inf)
 
     Worker.await_balance = scripted  # type: ignore
