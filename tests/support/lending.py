@@ -47,7 +47,10 @@ def job(
     tau: tuple[float, float] = TAU,
     token_s: float = TOKEN_S,
 ) -> str:
-    """Return the job.toml of a run; ``gpu`` is the folder of its fake GPUs."""
+    """Return the job.toml of a run; ``gpu`` is the folder of its fake GPUs.
+
+    The learning rate is constant, so that a replay does not depend on the number of steps, which a resume may change.
+    """
     env = "\n".join(
         f"env.{name} = {json.dumps(value)}"
         for name, value in fake_gpu.environment(gpu, token_s=token_s, tau=tau).items()
@@ -82,6 +85,7 @@ spare = ["train"]
 [roles.trainer]
 ranks = {ranks}
 warm = {str(warm).lower()}
+final_learning_rate = 1.0
 {env}
 [roles.rollout]
 replicas = {rollouts}

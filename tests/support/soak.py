@@ -410,7 +410,7 @@ def _began(state: State) -> bool:
 def lending(faults: int, tally: Tally) -> None:
     """Kill and stop members of the trainer, guests, the store and the manager of a run that lends."""
     folder, before, rng = Path(tempfile.mkdtemp(prefix="rrl-soak-")), tally.problems, random.Random(faults)
-    with LendingRun(folder, STEPS, rollouts=2, tags=LENDING_TAGS, recovery=LENDING) as run:
+    with LendingRun(folder, STEPS, tags=LENDING_TAGS, recovery=LENDING) as run:
         run.wait(lambda state: state.epoch > 0)
         restarter = ManagerRestarter(run.test)
         run.wait(_began)
