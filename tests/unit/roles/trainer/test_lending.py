@@ -97,7 +97,7 @@ class _Worker(SimpleNamespace):
         self.lab = Lab(path)
         self.balances, self.phases, self.asked = balances, list[str](), list[float]()
         self.ready = list[Part]()
-        self.is_told: Callable[[], bool] = lambda: True
+        self.generates: Callable[[], bool] = lambda: True
         """Returns whether each guest that has the GPUs has begun to generate."""
         super().__init__(
             node=NodeName("n0"),
@@ -128,7 +128,7 @@ class _Worker(SimpleNamespace):
             raise Stopping
         self.asked.append(wait)
         if wait:
-            wait_until(self.is_told)
+            wait_until(self.generates)
         self.stopping.wait(0.01 if wait else 0.0)
         return self.balances.pop(0) if len(self.balances) > 1 else self.balances[0]
 
@@ -154,7 +154,7 @@ class _Scene:
         saver: Any = SimpleNamespace(host_copy=lambda: memoryview(b"copy"))
         self.lender = Lender(me, Gang(), self.batons, state, saver)
         self.guests = list[Guest]()
-        self.me.is_told = lambda: not self.batons.lent or any(guest.awake.is_set() for guest in self.guests)
+        self.me.generates = lambda: not self.batons.lent or any(guest.awake.is_set() for guest in self.guests)
 
     def _restore(self, copy: memoryview) -> None:
         assert not self.batons.lent, "restored while a guest had the GPUs"
