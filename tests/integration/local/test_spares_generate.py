@@ -66,7 +66,7 @@ def test_spare_generates_until_the_trainer_of_a_lost_node_takes_it(tmp_path: Pat
 @pytest.mark.slurm
 def test_slurm_spare_generates_until_the_trainer_of_a_lost_node_takes_it(slurm_lab: SlurmLab) -> None:
     """The step of the extra has all CPUs of the spare, beside the standby process of the trainer."""
-    job = light_job("slurm", 60, step_seconds=0.3).replace(
+    job = light_job("slurm", 60, step_seconds=0.3, extra=SPARES_GENERATE).replace(
         'light_rollout.py"]\nmem', 'light_rollout.py"]\ncpus = 2\nmem'
     )
     run = submit_on(slurm_lab, "extras", job)
