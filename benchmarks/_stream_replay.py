@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,15 +25,10 @@ from rrl.roles.models.policy import build_model
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories import batches
-from rrl.roles.trajectories.batches import Part
 from rrl.roles.trajectories.durable.log import read_frames
-from rrl.roles.trajectories.durable.records import GroupCreated, Record, SegmentsAppended, StepCommitted, decode
+from rrl.roles.trajectories.durable.records import GroupCreated, Record, SegmentsAppended, decode
 from rrl.roles.trajectories.durable.records import Part as StoredPart
-from rrl.roles.trajectories.durable.state import State
-
-_ALL_STEPS = 1_000_000
-"""Number of committed steps whose tokens the state of a replay keeps; large enough for all of them."""
+from rrl.tests.support.roles.trainer.replayed import trained_parts
 
 
 def keep_logs(run: RunDir, folder: Path) -> None:
@@ -125,7 +120,7 @@ def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, in
     """Repeat the training that the logs record, and compare the result with the newest commit."""
     torch.set_num_threads(1)
     spec = read_run_spec(run.run_spec)
-    parts, commit = _trained_parts(logs, spec.sampling.max_new_tokens)
+    parts, commit = trained_parts(logs, spec.sampling.max_new_tokens)
     learner, committed = _learner(spec), _learner(spec)
     learner.seed_rng(spec.seed)
     for step in range(1, commit.number + 1):
@@ -148,29 +143,3 @@ def replay(run: RunDir, logs: Path, pace: Path, incarnations: dict[ReplicaId, in
 def _learner(spec: RunSpec) -> Learner:
     model = build_model(spec.model, open_tokenizer(spec.model).size, spec.seed)
     return Learner(model, spec.trainer, steps=spec.steps, temperature=spec.sampling.temperature)
-
-
-def _trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int], Part], StepCommitted]:
-    """Return the parts of all steps, by step and index, and the newest commit.
-
-    Raises:
-        AssertionError: Two files of the log contain different records of one part.
-    """
-    parts: dict[tuple[int, int], Part] = {}
-    commit: StepCommitted | None = None
-    for path in _in_order(logs):
-        state = State(_ALL_STEPS, max_new_tokens)
-        _apply(state, _records(path))
-        for step, stored in state.steps.items():
-            for index in range(len(stored)):
-                part = batches.decode(state.part(step, index))
-                assert parts.setdefault((step, index), part).digest == part.digest, f"{part.number}.{index} changed"
-        if state.commitments:
-            commit = state.commitments[max(state.commitments)]
-    assert commit is not None
-    return {key: part for key, part in parts.items() if key[0] <= commit.number}, commit
-
-
-def _apply(state: State, records: Iterable[Record]) -> None:
-    for record in records:
-        state.apply(record)

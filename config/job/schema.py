@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import string
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -95,16 +96,13 @@ def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
     return roles
 
 
-def _tags_of_rollouts(tags: Any) -> Any:
-    if isinstance(tags, list) and "rollout" in tags:
-        raise ValueError('"rollout" has no effect: every node has the tag of its own role; remove it')
-    return tags
+def _without_own_tag(tag: str) -> Callable[[Any], Any]:
+    def check(tags: Any) -> Any:
+        if isinstance(tags, list) and tag in tags:
+            raise ValueError(f'"{tag}" has no effect: every node has the tag of its own role; remove it')
+        return tags
 
-
-def _tags_of_trainer(tags: Any) -> Any:
-    if isinstance(tags, list) and "train" in tags:
-        raise ValueError('"train" has no effect: every node has the tag of its own role; remove it')
-    return tags
+    return check
 
 
 def _port_in_range(address: str) -> str:
@@ -419,14 +417,14 @@ class TagsTable(Table):
     """Work of spare nodes. "rollout": they generate until another role needs them; "train": they keep standby processes
     of the trainer, which takes such a node at once. Default: both, but only "train" on the local cluster, whose nodes
     share a machine, and in forms without spares."""
-    rollout: Annotated[tuple[Literal["train"], ...], Field(strict=False), BeforeValidator(_tags_of_rollouts)] = (
-        "train",
-    )
+    rollout: Annotated[
+        tuple[Literal["train"], ...], Field(strict=False), BeforeValidator(_without_own_tag("rollout"))
+    ] = ("train",)
     """Further work of the nodes of [roles.rollout]. "train": they keep standby processes of the trainer, if it has
     fewer spares than nodes; the trainer takes such a node if no spare is left."""
-    trainer: Annotated[tuple[Literal["rollout"], ...], Field(strict=False), BeforeValidator(_tags_of_trainer)] = (
-        _TAGS.trainer
-    )
+    trainer: Annotated[
+        tuple[Literal["rollout"], ...], Field(strict=False), BeforeValidator(_without_own_tag("train"))
+    ] = _TAGS.trainer
     """Further work of the trainer's nodes. "rollout": they generate while the trainer waits for data (docs/tags.md)."""
     handback: Time = _TAGS.handback
     """Time within which a rollout on a node of the trainer must give the GPUs back; it is killed after this time."""
