@@ -16,6 +16,7 @@ from .faults import Fault
 from .phases import PHASES, Phase, PhaseSpec
 from .phases import phase as declared_phase
 from .role_environment import EnvSpec
+from .task_spec import EvalSpec, TaskSpec
 from .types import DEFAULT_LOG_LEVEL, GUEST_ROLE, TRAINER, LogLevel, ReplicaId, Resources, role_of
 
 WeightTransportName = Literal["ucx", "tcp", "nixl"]
@@ -362,27 +363,6 @@ class ModelSpec(Struct, frozen=True):
     template determines the format."""
 
 
-class TaskSpec(Struct, frozen=True):
-    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset, file or function."""
-
-    dataset: str | None = None
-    args: dict[str, Any] = {}  # read by the dataset or the function only
-    function: str | None = None
-    file: str | None = None
-    """Absolute path of the prompt file; None for another source."""
-    answer_column: str = "answer"
-    reward: str | None = None
-    prompt: str = "{question}"
-    size: int = 200_000
-    partial_credit: float = 0.0
-
-    @property
-    def required_columns(self) -> tuple[str, ...]:
-        """Return the columns that a row of ``file`` needs beside the columns of the prompt."""
-        named = self.partial_credit or self.answer_column != TaskSpec().answer_column
-        return () if self.reward is not None and not named else (self.answer_column,)
-
-
 DEFAULT_STALENESS = 4
 """Default of :attr:`SamplingSpec.staleness`, in training steps: AReaL's default for code tasks."""
 
@@ -414,6 +394,8 @@ class SamplingSpec(Struct, frozen=True):
     late: Literal["wait", "drop"] = "wait"
     stream: bool = False
     window: int = 1
+    refill: bool = False
+    refill_limit: float = 3.0
     extras: dict[str, ExtraSpec] = {}
     extras_limit: int = 2**30
     """Maximum number of bytes of the extras of a step."""
@@ -431,21 +413,6 @@ def batches_ahead(ahead: int, staleness: int | None, trajectories: int, places: 
     return max(ahead, min(math.ceil(places / trajectories), staleness))
 
 
-class EvalSpec(Struct, frozen=True):
-    """Evaluations during the run (:class:`rrl.config.job.schema.EvalTable`)."""
-
-    every: int
-    count: int = 256
-    samples: int = 1
-    temperature: float = 0.0
-    task: TaskSpec | None = None
-    """The task that is evaluated; None stands for the dataset of ``[task]``, with items that no step trains on."""
-
-    def is_due(self, step: int, steps: int) -> bool:
-        """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
-        return step % self.every == 0 or step == steps
-
-
 class TransportSpec(Struct, frozen=True):
     """How weights are transferred, and where processes listen (:class:`rrl.config.job.schema.TransportTable`)."""
 
@@ -460,6 +427,15 @@ class TransportSpec(Struct, frozen=True):
     delta: DeltaSetting = "auto"
 
 
+class LoraSpec(Struct, frozen=True):
+    """Low-rank adapters that are trained instead of all weights (:class:`rrl.config.job.roles.LoraTable`)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    """Names of the adapted linear modules; empty for all of them but the output head."""
+
+
 class TrainerSettings(Struct, frozen=True):
     """The settings of the trainer's program (:class:`rrl.config.job.roles.TrainerRole`)."""
 
@@ -467,11 +443,29 @@ class TrainerSettings(Struct, frozen=True):
     threads: int = 1
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 0.2
+    clip_high: float | None = None
     dual_clip: float = 3.0
+    cispo_max: float = 5.0
+    gspo_clip: float = 0.2
+    gspo_clip_high: float | None = None
+    normalise: Literal["token", "sequence", "constant"] = "token"
+    ratio_mask: tuple[float, float] | None = None
+    """Bounds of the importance ratio outside of which tokens are not trained; None for none."""
+    ratio_mask_by: Literal["token", "sequence"] = "token"
+    truncated: Literal["train", "mask", "drop"] = "train"
     entropy: float = 0.02
     kl: float = 0.0
     micro_batch: int | None = None
+    micro_batch_tokens: int | None = None
+    activation_checkpointing: bool = False
+    offload_optimizer: bool = False
+    lora: LoraSpec | None = None
+    advantage_std: bool = True
     advantage_floor: float = 0.1
     gradient_clip: float = 1.0
     warm_start_steps: int = 0
@@ -545,6 +539,16 @@ class TrackSpec(Struct, frozen=True):
     project: str = ""
     timeout: float = 300.0
     """Time (s) without an answer after which a tracker counts as hung."""
+    samples_every: int = 10
+    """Number of steps between two tables of samples; 0 for no tables."""
+
+
+class SamplesSpec(Struct, frozen=True):
+    """The answers that are kept of each step (:class:`rrl.config.job.schema.SamplesTable`)."""
+
+    per_step: int = 16
+    limit: int = 2**30
+    """Maximum number of bytes."""
 
 
 class RunSpec(Struct, frozen=True):
@@ -590,6 +594,7 @@ class RunSpec(Struct, frozen=True):
     recovery: Recovery = Recovery()
     health: HealthSpec = HealthSpec()
     track: TrackSpec = TrackSpec()
+    samples: SamplesSpec = SamplesSpec()
     notify: tuple[NotificationKind, ...] = ()
     """Kinds of notifications to send. Only job.toml has their target, which may be a secret."""
     faults: tuple[Fault, ...] = ()

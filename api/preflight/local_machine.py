@@ -18,7 +18,8 @@ from ...cluster.traits import ClusterTraits
 from ...config.job.schema import Job, TaskTable
 from ...config.model_size import weight_count
 from ...config.prompt_file import PromptFileError, open_rows
-from ...core.run_spec import RoleSpec, RunSpec, TaskSpec
+from ...core.run_spec import RoleSpec, RunSpec
+from ...core.task_spec import TaskSpec
 from ...core.units import size_text
 from ...manager.bootstrap.preflight import Problem
 from ...manager.bootstrap.preview import most_nodes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...core import run_spec
+from ...core import run_spec, task_spec
 from ...core.faults import Fault, FaultTrigger, parse_trigger, resolve_target
 from ...core.role_environment import EnvSpec
 from ...core.run_dir import HISTORY_ENV
@@ -33,8 +33,16 @@ _BUILT_IN = {
     "agents": "rrl.roles.agents.main",
     "endpoint": "rrl.roles.endpoint.main",
 }
-_TRAINED_MODEL = {"learning_rate": 1e-6, "entropy": 0.0, "warm_start_learning_rate": 1e-5}
+_TRAINED_MODEL = {
+    "learning_rate": 1e-6,
+    "entropy": 0.0,
+    "warm_start_learning_rate": 1e-5,
+    "warmup": 5,
+    "activation_checkpointing": True,
+}
 """Defaults of the trainer of a model in a folder (docs/sources.md, the learning)."""
+_LORA_LEARNING_RATE = 1e-5
+"""Default of the learning rate of low-rank adapters of such a model."""
 _BUILT_MODEL = {key: getattr(run_spec.TrainerSettings(), key) for key in _TRAINED_MODEL}
 _MANAGER_INHERITS = ("partition", "account", "qos", "reservation")
 """Options of [slurm] that also apply to the manager's own job, unless [manager] slurm sets them."""
@@ -68,9 +76,9 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         container=run_spec.ContainerSpec(container.mounts, container.python),
         seed=job.run.seed,
         model=_model(job.model),
-        task=run_spec.TaskSpec() if job.task is None else msgspec.convert(job.task.model_dump(), run_spec.TaskSpec),
+        task=task_spec.TaskSpec() if job.task is None else msgspec.convert(job.task.model_dump(), task_spec.TaskSpec),
         sampling=_sampling(job.sampling),
-        eval=msgspec.convert(job.eval and job.eval.model_dump(), run_spec.EvalSpec | None),
+        eval=msgspec.convert(job.eval and job.eval.model_dump(), task_spec.EvalSpec | None),
         trainer=msgspec.convert(job.roles.trainer.model_dump(), run_spec.TrainerSettings),
         rollouts={
             name: msgspec.convert(role.model_dump(), run_spec.RolloutSettings)
@@ -92,6 +100,7 @@ def resolve(job: Job, python: str) -> run_spec.RunSpec:
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),
         health=msgspec.convert(job.health.model_dump(), run_spec.HealthSpec),
         track=msgspec.convert(job.track.model_dump(), run_spec.TrackSpec),
+        samples=msgspec.convert(job.samples.model_dump(), run_spec.SamplesSpec),
         notify=tuple(dict.fromkeys(job.notify.on)) if job.notify is not None else (),
         faults=plan_faults(
             job.faults, {role.name: role.max_replicas or role.replicas for role in roles}, job.cluster.walltime
@@ -119,7 +128,10 @@ def node_groups(job: Job) -> tuple[NodeGroup, ...]:
 
 def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
-    of_trainer = _TRAINED_MODEL if job.model is not None and job.model.path is not None else _BUILT_MODEL
+    is_trained = job.model is not None and job.model.path is not None
+    of_trainer = _TRAINED_MODEL if is_trained else _BUILT_MODEL
+    if is_trained and job.roles.trainer.lora is not None:
+        of_trainer = of_trainer | {"learning_rate": _LORA_LEARNING_RATE}
     filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}
     for name, role in {**job.roles.named(), **job.every_role()}.items():
         may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink

@@ -73,26 +73,68 @@ class Role(Table):
         return self.replicas
 
 
+class LoraTable(Table):
+    """Low-rank adapters (LoRA), which are trained instead of all weights."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 64.0
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of the adapted linear modules: ["q_proj", "v_proj"]; default: all but the output head."""
+
+
 class TrainerRole(Role):
     """Trains by GRPO or a loss of your own. A program of your own can read the settings: ``me.job.trainer.clip``."""
 
     exclusive: bool = True
     """Give the trainer whole nodes that no other role uses."""
     loss: Annotated[str, AfterValidator(named_in(LOSSES, "loss"))] = _TRAINER.loss
-    """Loss: grpo, or ``module:function`` of your own, importable from the folder of job.toml
-    (docs/bring-your-own.md)."""
+    """Loss: grpo, cispo, gspo (docs/losses.md), or ``module:function`` of your own, importable from the folder of
+    job.toml (docs/bring-your-own.md)."""
     threads: Annotated[int, Field(ge=1)] = _TRAINER.threads
     """Threads of torch."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of AdamW at the first step; default: 0.001, or 1e-6 with [model] path, because a larger rate
+    """Highest learning rate of AdamW; default: 0.001, or 1e-6 with [model] path (1e-5 with LoRA), because a larger rate
     destroys what a trained model has learned."""
+    schedule: Literal["constant", "linear", "cosine"] = _TRAINER.schedule
+    """How the learning rate falls over the run, to final_learning_rate."""
     final_learning_rate: Annotated[float, Field(ge=0)] = _TRAINER.final_learning_rate
-    """Learning rate at the last step, as a share of learning_rate; the rate falls linearly."""
+    """Learning rate at the last step, as a share of learning_rate. No effect with schedule = "constant"."""
+    warmup: Annotated[int, Field(ge=0)] | None = None
+    """Steps over which the learning rate first rises from 0; default: 0, or 5 with [model] path."""
+    weight_decay: Annotated[float, Field(ge=0)] = _TRAINER.weight_decay
+    """Weight decay of AdamW."""
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = _TRAINER.betas
+    """Decay rates of AdamW's moments."""
     clip: Annotated[float, Field(gt=0)] = _TRAINER.clip
-    """Clipping range of the importance ratio (GRPO, DAPO)."""
+    """Clipping range of the importance ratio (loss grpo)."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Clipping range above 1; default: clip. DAPO's is 0.28."""
     dual_clip: Annotated[float, Field(gt=1)] = _TRAINER.dual_clip
     """Limit of the importance ratio of tokens with a negative advantage, which the clipping range does not limit from
-    above (Ye et al., 2020); more than 1 + clip."""
+    above (Ye et al., 2020); more than 1 + clip_high (loss grpo)."""
+    cispo_max: Annotated[float, Field(gt=0)] = _TRAINER.cispo_max
+    """Upper bound of the importance ratio (loss cispo)."""
+    gspo_clip: Annotated[float, Field(gt=0)] = _TRAINER.gspo_clip
+    """Clipping range of a sequence's importance ratio, the geometric mean of its tokens' (loss gspo)."""
+    gspo_clip_high: Annotated[float, Field(gt=0)] | None = None
+    """The same above 1; default: gspo_clip."""
+    normalise: Literal["token", "sequence", "constant"] = _TRAINER.normalise
+    """token: mean over all trained tokens of the step (DAPO); sequence: mean of the means of its sequences (GRPO);
+    constant: sum over sequences times the largest number of trained tokens of one (Dr. GRPO)."""
+    ratio_mask: Annotated[
+        tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None, Field(strict=False)
+    ] = _TRAINER.ratio_mask
+    """Tokens whose importance ratio is outside of these bounds are not trained: [0.5, 2.0]. They stay in the divisor of
+    the loss."""
+    ratio_mask_by: Literal["token", "sequence"] = _TRAINER.ratio_mask_by
+    """token: each token by its own ratio; sequence: all tokens of a sequence by the geometric mean of their ratios."""
+    truncated: Literal["train", "mask", "drop"] = _TRAINER.truncated
+    """What happens to answers that a limit has cut. train: they are trained; mask: their tokens are not trained, but
+    their reward counts in their group; drop: neither."""
     entropy: Annotated[float, Field(ge=0)] | None = None
     """Weight of the entropy bonus; default: 0.02, or 0 with [model] path."""
     kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
@@ -100,6 +142,18 @@ class TrainerRole(Role):
     model is kept."""
     micro_batch: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch
     """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch_tokens
+    """Tokens, prompts included, per rank in one forward and backward pass, whose gradients are accumulated; a longer
+    trajectory is alone. Default: all at once."""
+    activation_checkpointing: bool | None = None
+    """Compute the activations of each layer again in the backward pass instead of keeping them; default: false, or true
+    with [model] path."""
+    offload_optimizer: bool = _TRAINER.offload_optimizer
+    """Keep the optimizer's state in host memory and update the weights there."""
+    lora: LoraTable | None = None
+    """Train low-rank adapters ([roles.trainer.lora]) instead of all weights; only with [model] path."""
+    advantage_std: bool = _TRAINER.advantage_std
+    """Divide an advantage by the standard deviation of its group (false: Dr. GRPO)."""
     advantage_floor: Annotated[float, Field(gt=0)] = _TRAINER.advantage_floor
     """Value added to the group's standard deviation before dividing by it (measured: with 1e-4 the reward falls again
     after reaching 0.8)."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ...core import run_spec
+from ...core import run_spec, task_spec
 from ...core.faults import MANAGER
 from ...core.phases import PHASES
 from ...core.run_spec import DeltaSetting, WeightsSetting
@@ -38,9 +38,10 @@ _LIMITS = run_spec.Limits()
 _RECOVERY = run_spec.Recovery()
 _HEALTH = run_spec.HealthSpec()
 _MODEL = run_spec.ModelSpec()
-_TASK = run_spec.TaskSpec()
+_TASK = task_spec.TaskSpec()
 _SAMPLING = run_spec.SamplingSpec()
 _TAGS = run_spec.TagsSpec()
+_SAMPLES = run_spec.SamplesSpec()
 _TRACK = run_spec.TrackSpec()
 _TRANSPORT = run_spec.TransportSpec()
 _MAX_PORT = 65535
@@ -83,6 +84,14 @@ def _extra_names(extras: dict[str, ExtraTable]) -> dict[str, ExtraTable]:
             text = "is not a valid name of an extra; use a letter, then up to 29 lower-case letters, digits and _"
             raise ValueError(f"{name!r} {text}")
     return extras
+
+
+def _reward_names(rewards: dict[str, RewardTable]) -> dict[str, RewardTable]:
+    for name in rewards:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,29}", name):
+            text = "is not a valid name of a reward; use a letter, then up to 29 lower-case letters, digits and _"
+            raise ValueError(f"{name!r} {text}")
+    return rewards
 
 
 def _role_names(roles: dict[str, _R]) -> dict[str, _R]:
@@ -175,6 +184,27 @@ class ModelTable(Table):
     (docs/agents.md)."""
 
 
+class TaskFileTable(Table):
+    """One of several prompt files."""
+
+    path: Annotated[str, AfterValidator(_rows_file)]
+    """The file, as ``file`` of [task]."""
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,29}$")]
+    """Name of the source, by which rewards and evaluations are reported: a letter, then up to 29 lower-case letters,
+    digits, - and _."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Share of the prompts that come from this file, relative to the weights of the others."""
+
+
+class RewardTable(Table):
+    """One of several rewards of an answer."""
+
+    function: Function
+    """``module:function``, as ``reward`` of [task]."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
 class TaskTable(Table):
     """The source of prompts and rewards: a reasoning-gym dataset, the rows of a file, or a function of yours."""
 
@@ -188,6 +218,8 @@ class TaskTable(Table):
     """File with a prompt in each row, as JSON lines (``.jsonl``) or parquet (``.parquet``, which needs the extra
     ``parquet``), the same on every node; a relative path starts at the folder of job.toml. Its rows are shuffled by the
     seed, differently in each pass. It must not change during the run: a change ends the run."""
+    files: tuple[TaskFileTable, ...] = Field((), strict=False)
+    """Several such files, each a table [[task.files]]; their rows are mixed by their weights."""
     prompt: Annotated[str, AfterValidator(_format_string)] = _TASK.prompt
     """A format string over the fields of a dataset's item, or over the columns of the file: ``"{prompt}"``."""
     answer_column: Annotated[str, Field(min_length=1)] = _TASK.answer_column
@@ -195,6 +227,9 @@ class TaskTable(Table):
     reward: Function | None = None
     """``module:function`` that scores the answers to the file's prompts: ``function(answer, row)`` gets the text, and
     all columns of the row by name. It returns the reward, or the reward to report and the reward to train on."""
+    rewards: Annotated[dict[str, RewardTable], AfterValidator(_reward_names)] = {}
+    """Several such functions, each a table [task.rewards.NAME]. The reward is the sum of their rewards times their
+    weights; each is a metric, too."""
     size: Annotated[int, Field(ge=1)] = _TASK.size
     """Items in the dataset (reasoning-gym creates them lazily)."""
     partial_credit: Annotated[float, Field(ge=0, lt=1)] = _TASK.partial_credit
@@ -203,10 +238,10 @@ class TaskTable(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskTable:
-        if [self.dataset, self.function, self.file].count(None) != 2:
+        if [self.dataset, self.function, self.file, self.files or None].count(None) != 3:
             raise ValueError(
                 'must have exactly one of: dataset = "<reasoning-gym name>", file = "prompts.jsonl",'
-                ' function = "module:function"'
+                ' function = "module:function", [[task.files]]'
             )
         return self
 
@@ -220,11 +255,11 @@ class EvalTable(Table):
 
     every: Annotated[int, Field(ge=1)]
     """Evaluate after every N training steps, before the first step and after the last step."""
-    count: Annotated[int, Field(ge=1, le=100_000)] = run_spec.EvalSpec(1).count
+    count: Annotated[int, Field(ge=1, le=100_000)] = task_spec.EvalSpec(1).count
     """Number of prompts of an evaluation: the first items of its task; with a file, at most as many as it has rows."""
-    samples: Annotated[int, Field(ge=1, le=1024)] = run_spec.EvalSpec(1).samples
+    samples: Annotated[int, Field(ge=1, le=1024)] = task_spec.EvalSpec(1).samples
     """Answers to each prompt."""
-    temperature: Annotated[float, Field(ge=0)] = run_spec.EvalSpec(1).temperature
+    temperature: Annotated[float, Field(ge=0)] = task_spec.EvalSpec(1).temperature
     """Temperature of the answers; 0 takes the most likely tokens."""
     task: TaskTable | None = None
     """The prompts, with the keys of [task]. Default: the dataset of [task], with items that no step trains on. The rows
@@ -255,8 +290,8 @@ class SamplingTable(Table):
 
     prompts_per_step: Annotated[int, Field(ge=1)] = _SAMPLING.prompts_per_step
     """Groups in the batch of one optimizer step."""
-    group_size: Annotated[int, Field(ge=2)] = _SAMPLING.group_size
-    """Trajectories of one prompt: a GRPO group."""
+    group_size: Annotated[int, Field(ge=1)] = _SAMPLING.group_size
+    """Trajectories of one prompt: a GRPO group. The only trajectory of a group has no advantage."""
     max_new_tokens: Annotated[int, Field(ge=1)] = _SAMPLING.max_new_tokens
     """Tokens of an answer, its end included."""
     temperature: Annotated[float, Field(gt=0)] = _SAMPLING.temperature
@@ -284,6 +319,12 @@ class SamplingTable(Table):
     """Number of batches whose prompts are sorted together by expected length, so that the answers of a step have
     similar lengths; 1 keeps the order of the task. Each prompt is still trained once, but batches of similar length
     form a different curriculum (docs/stream.md)."""
+    refill: bool = _SAMPLING.refill
+    """Drop a complete group whose answers all have the same training reward, because it has no gradient, and sample
+    another one in its place (DAPO's dynamic sampling). The reported reward includes dropped groups."""
+    refill_limit: Annotated[float, Field(gt=0)] = _SAMPLING.refill_limit
+    """Number of groups, as a multiple of prompts_per_step, that may be dropped in this way since the newest step; after
+    them groups are trained as they are, so that a run whose prompts are all solved goes on."""
     extras: Annotated[dict[str, ExtraTable], AfterValidator(_extra_names)] = {}
     extras_limit: Annotated[Size, Field(ge=1)] = _SAMPLING.extras_limit
     """Maximum size of the extras of a step. A job whose extras can exceed it is refused, because the store holds them
@@ -408,6 +449,17 @@ class TrackTable(Table):
     timeout: Time = _TRACK.timeout
     """Time without an answer after which a tracker counts as hung, and its process is replaced. The run never waits for
     it."""
+    samples_every: Annotated[int, Field(ge=0)] = _TRACK.samples_every
+    """Steps between two tables of samples that are sent to the trackers; 0 for none."""
+
+
+class SamplesTable(Table):
+    """The answers of each step that are kept for ``rrl samples`` (docs/samples.md)."""
+
+    per_step: Annotated[int, Field(ge=0, le=4096)] = _SAMPLES.per_step
+    """Trajectories kept of each committed step: the best, the worst, and others at random; 0 for none."""
+    limit: Annotated[Size, Field(ge=2**20)] = _SAMPLES.limit
+    """Maximum size of all that is kept. Beyond it, older steps are thinned out."""
 
 
 class TagsTable(Table):
@@ -453,6 +505,7 @@ class Job(Table):
     recovery: RecoveryTable = RecoveryTable()
     health: HealthTable = HealthTable()
     track: TrackTable = TrackTable()
+    samples: SamplesTable = SamplesTable()
     transport: TransportTable = TransportTable()
     notify: NotifyTable | None = None
     faults: FaultsTable = FaultsTable()

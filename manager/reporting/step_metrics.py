@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...core.run_spec import EvalSpec
+from ...core.task_spec import EvalSpec
 from ...core.types import TRAINER, Incarnation, Outcome, is_support
 from ..model import events as ev
 from ..model.figures.stream_figures import trained_tokens

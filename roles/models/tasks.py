@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from ...config.prompt_file import PromptFileError, open_rows
 from ...core.role_environment import SAFE_PATH_ENV
-from ...core.run_spec import RunSpec, TaskSpec
+from ...core.run_spec import RunSpec
+from ...core.task_spec import TaskSpec
 from ...core.text import shortened
 from .file_task import FileTask, right_share
 from .rewards import two_rewards

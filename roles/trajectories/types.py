@@ -108,6 +108,8 @@ class Score(Struct, frozen=True, array_like=True):
     trajectory: int
     reward: float
     training: float
+    parts: dict[str, float] = {}
+    """The rewards of which ``reward`` is the weighted sum, by name ([task.rewards])."""
 
 
 class Trajectory(Struct, frozen=True):
@@ -132,6 +134,8 @@ class Trajectory(Struct, frozen=True):
     """What the rollouts appended as :attr:`Segment.extras`, joined: for each of ``tokens`` its bytes, zeros for given
     tokens; of an extra ``per_trajectory`` in several turns of an episode, the last. Empty in a gang if another member
     trains on the trajectory."""
+    truncated: bool = False
+    """True if a limit cut the answer or, of an episode, an answer on the path of the sample."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -157,6 +161,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     masked: tuple[tuple[int, int], ...] = ()
     """The same runs of ``tokens`` as in :class:`Trajectory`: those that must not be trained, as (index, count)."""
     extras: PackedExtras = ()
+    truncated: bool = False
 
     @property
     def length(self) -> int:
@@ -210,6 +215,8 @@ class Prompt(Struct, frozen=True):
 
     item: int
     tokens: tuple[int, ...]
+    source: str = ""
+    """Name of the prompt file that the item is from ([[task.files]]); empty if the task has only one source."""
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -367,6 +374,8 @@ class Append(Request[Done], frozen=True, tag=True):
     finished: tuple[int, ...] = ()
     lease: LeaseWork | None = None
     hands_over: bool = False
+    truncated: tuple[int, ...] = ()
+    """Those of ``finished`` that a limit cut."""
 
 
 class LeaseScoring(Request[Scoring | None], frozen=True, tag=True):

@@ -77,6 +77,8 @@ class GroupCreated(Struct, frozen=True, tag="group_created", array_like=True):
     expected: float | None = None
     """Mean logarithm of the answers' lengths, as expected when the group was created; None if lengths were not expected
     to differ."""
+    source: str = ""
+    """Name of the prompt file ([[task.files]])."""
 
 
 class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=True):
@@ -85,6 +87,8 @@ class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=
     incarnation: Incarnation
     segments: tuple[PackedSegment, ...]
     finished: tuple[int, ...]
+    truncated: tuple[int, ...] = ()
+    """Those of ``finished`` that a limit cut."""
 
 
 class ScoresRecorded(Struct, frozen=True, tag="scores_recorded", array_like=True):
@@ -100,6 +104,8 @@ class DropCause(StrEnum):
     """A token of the group is, or would be, sampled with weights that are too old."""
     UNSCORED = "unscored"
     """An answer of the group could not be scored."""
+    NO_SIGNAL = "no_signal"
+    """All answers of the group have the same training reward (``[sampling] refill``)."""
     FAILED = "failed"
     """Too many attempts at an episode of the group failed."""
     OTHER = "other"

@@ -22,7 +22,7 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ....core.run_spec import EvalSpec
+from ....core.task_spec import EvalSpec
 from ....core.types import TRAINER, Incarnation
 from ..dispatch.lease_table import Leases
 from ..durable.evaluation_state import EvaluatedAnswer

@@ -18,7 +18,8 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.core.run_spec import EvalSpec, HealthSpec, Recovery
+from rrl.core.run_spec import HealthSpec, Recovery
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import AGENT, STANDBY_ROLE, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import (

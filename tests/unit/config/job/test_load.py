@@ -383,7 +383,7 @@ WRONG: list[tuple[str, str, str]] = [
         'dataset = "chain_sum"',
         "",
         'job.toml:12: task: must have exactly one of: dataset = "<reasoning-gym name>",'
-        ' file = "prompts.jsonl", function = "module:function"',
+        ' file = "prompts.jsonl", function = "module:function", [[task.files]]',
     ),
     (
         'dataset = "chain_sum"',

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from rrl.config.job.resolve import resolve, with_dependent_defaults
 from rrl.config.job.roles import RewardRole, RolloutRole, TrainerRole
 from rrl.config.job.schema import Job, ModelTable, SamplingTable, TaskTable, TransportTable
-from rrl.core import run_spec
+from rrl.core import run_spec, task_spec
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import RunSpec, TokenizerSpec
 from rrl.tests.support.job_toml import JOB
@@ -24,7 +24,7 @@ TABLES: tuple[tuple[type[BaseModel], type[msgspec.Struct]], ...] = (
     (SamplingTable, run_spec.SamplingSpec),
     (TransportTable, run_spec.TransportSpec),
     (ModelTable, run_spec.ModelSpec),
-    (TaskTable, run_spec.TaskSpec),
+    (TaskTable, task_spec.TaskSpec),
 )
 
 
@@ -95,7 +95,7 @@ def test_model_folder_leaves_its_maximum_length_to_the_nodes() -> None:
 def test_job_without_a_task_has_the_defaults_of_training() -> None:
     table = {"run": {"name": "own"}, "commands": {"judge": {"command": ["true"]}}}
     resolved = resolve(Job.model_validate(table), "python")
-    assert (resolved.steps, resolved.model, resolved.task) == (0, run_spec.ModelSpec(), run_spec.TaskSpec())
+    assert (resolved.steps, resolved.model, resolved.task) == (0, run_spec.ModelSpec(), task_spec.TaskSpec())
 
 
 def test_worker_api_is_imported_without_pydantic() -> None:

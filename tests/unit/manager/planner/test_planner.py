@@ -12,7 +12,8 @@ import pytest
 
 from rrl.cluster.base import AllocationState, NodeState, NodeStatus
 from rrl.core.faults import Fault, FaultKind, FaultTrigger
-from rrl.core.run_spec import EvalSpec, Limits, Recovery, TrainerSettings
+from rrl.core.run_spec import Limits, Recovery, TrainerSettings
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, InjectFault, Launch, Release, Request, Rung, StopStep

@@ -7,7 +7,8 @@ import math
 import msgspec
 import pytest
 
-from rrl.core.run_spec import EvalSpec, RunSpec
+from rrl.core.run_spec import RunSpec
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import Incarnation, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.step_metrics import MarkKind, StepRow, StepRows, step_rows

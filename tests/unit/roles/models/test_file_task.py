@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.core.run_spec import TaskSpec
+from rrl.core.task_spec import TaskSpec
 from rrl.roles.models.rewards import InvalidReward
 from rrl.roles.models.tasks import Task, TaskError, load_task
 

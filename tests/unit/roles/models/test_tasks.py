@@ -16,7 +16,8 @@ import numpy
 import pytest
 
 import rrl
-from rrl.core.run_spec import EvalSpec, RunSpec, TaskSpec, TokenizerSpec
+from rrl.core.run_spec import RunSpec, TokenizerSpec
+from rrl.core.task_spec import EvalSpec, TaskSpec
 from rrl.core.text import shortened
 from rrl.roles.models.rewards import finite_number
 from rrl.roles.models.tasks import TaskError, load_evaluation_task, load_task

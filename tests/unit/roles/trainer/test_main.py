@@ -20,7 +20,8 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
-from rrl.core.run_spec import ModelSpec, RunSpec, TaskSpec, TokenizerSpec
+from rrl.core.run_spec import ModelSpec, RunSpec, TokenizerSpec
+from rrl.core.task_spec import TaskSpec
 from rrl.core.types import Incarnation, NodeName, ReplicaId, Version
 from rrl.roles.checkpoints.folders import describe, fresh_folder
 from rrl.roles.launcher.end_report import Unrepairable

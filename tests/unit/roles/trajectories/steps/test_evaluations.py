@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrl.core.run_spec import EvalSpec
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.durable.records import FIRST_EVALUATED, EvaluationFinished
 from rrl.roles.trajectories.steps.evaluations import RESEND_S, EvaluationReports, EvaluationSettings

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.core.run_spec import EvalSpec
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import Incarnation, Version
 from rrl.roles.trajectories.steps.evaluations import EvaluationSettings
 from rrl.roles.trajectories.steps.forecast import Outlook, balance
