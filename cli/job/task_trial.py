@@ -157,7 +157,9 @@ class _Trial:
         samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
         self._check_rewards(samples)
         if self._job.eval is not None:
-            self._try_evaluation(tokenizer)
+            evaluated = self._try_evaluation(tokenizer, prompt_encoder(self._job, tokenizer))
+            if self._job.kind("reward")[0].built_in:
+                self._rewards(evaluated, 0, "")
         return samples
 
     def _import(self, role: str, key: str, name: str, arguments: Sequence[str]) -> None:
@@ -174,19 +176,17 @@ class _Trial:
             raise _Failed(TaskProblem(self._source, f'{text}; add them, or remove trainer = ["rollout"] from [tags]'))
         self._source = source
 
-    def _try_evaluation(self, tokenizer: Tokenizer) -> None:
-        """Build the task of evaluations, make its first prompts, and score an empty answer to the first prompt."""
+    def _try_evaluation(self, tokenizer: Tokenizer, encode: Callable[[int, str], object]) -> Task:
+        """Build the task of evaluations, and make and encode its first prompts."""
         own = self._job.eval.task if self._job.eval is not None else None
         self._source = ("eval",) if own is None else ("eval", "task", "reward") if own.reward else ("eval", "task")
         self._doing = "importing and building the task of [eval]"
         with self._reports("building the task"):
             task, count = load_evaluation_task(self._job, tokenizer, self._folder)
-        encode = prompt_encoder(self._job, tokenizer)
         for number in range(min(count, ITEMS)):
             with self._reports(f"prompt({number}) of [eval]"):
                 encode(number, self._text(task.prompt, "prompt", number))
-        if self._job.kind("reward")[0].built_in:
-            self._rewards(task, 0, "")
+        return task
 
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
         """Import the agent, and make its items, which need not be text of the model's vocabulary.
@@ -205,6 +205,8 @@ class _Trial:
         for number in range(SAMPLES):
             with self._reports(f"prompt({number})"):
                 samples.append(Sample(number, self._text(task.prompt, "prompt", number), 0, "", 0, ""))
+        if self._job.eval is not None:
+            self._try_evaluation(tokenizer, lambda _, text: text)
         return tuple(samples)
 
     def _build(self, tokenizer: Tokenizer) -> Task:

@@ -653,7 +653,10 @@ class Store:
             opens: True if the request of an outside agent for an episode waits, so that the run holds it up.
         """
         if self.newest_version is None or self.evaluations.awaited(number - 1, self._state.fences.get(TRAINER, -1)):
-            return DataReport()
+            evaluated = [self.episodes.held_outside(episode, now) for episode in self.evaluations.unsettled_episodes]
+            begun = [wait for wait in evaluated if wait is not None]
+            is_outside = begun and len(begun) == len(evaluated)
+            return DataReport(outside=max(begun, key=lambda wait: wait.seconds) if is_outside else None)
         groups, lacking = self._bindings.incomplete(index)
         missing = [[track for track in group.trajectories if track.score is None] for group in groups]
         waits = [[one for track in tracks if (one := self._held_outside(track, now, opens))] for tracks in missing]

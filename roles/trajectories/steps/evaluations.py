@@ -299,6 +299,12 @@ class Evaluations:
                 return answer.episode
         return None
 
+    @property
+    def unsettled_episodes(self) -> list[TrajectoryState]:
+        """The episodes of the open evaluation that have no score and may get one."""
+        answers = self._state.answers.values()
+        return [one.episode for one in answers if one.episode is not None and not one.settled]
+
     def offer(self, episode: int) -> None:
         """Offer an episode, whose attempt has ended without a result, to agents."""
         heappush(self._to_extend, episode)

@@ -354,6 +354,15 @@ def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vo
     assert "item 0  0\nitem 1  1\n" in checked.out
 
 
+def test_items_of_an_evaluation_of_agents_are_made(checked: Checked) -> None:
+    (checked.folder / "player.py").write_text(PLAYER)
+    held_out = AGENTS_JOB + '[eval]\nevery = 5\n[eval.task]\nfunction = "held_out:make"\n'
+    (checked.folder / "held_out.py").write_text(TASK)
+    assert checked.run(job=held_out) == 0, checked.err
+    (checked.folder / "held_out.py").write_text(TASK.replace("return str(i)", "return str(1 // i)"))
+    assert "prompt(0) of [eval] raised ZeroDivisionError" in checked.line(job=held_out)
+
+
 @pytest.mark.parametrize(
     ("player", "line"),
     [

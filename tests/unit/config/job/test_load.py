@@ -114,6 +114,12 @@ WRONG: list[tuple[str, str, str]] = [
         " of [task] is trained on: write a table [eval.task] with other prompts",
     ),
     (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'function = "a:b"\n[roles.endpoint]\n[eval]\nevery = 5',
+        "job.toml:15: eval.task: missing; the function"
+        " of [task] is trained on: write a table [eval.task] with other prompts",
+    ),
+    (
         "[task]\ndataset",
         '[eval]\nevery = 5\ntask = { file = "a.jsonl", partial_credit = 0.5 }\n[task]\ndataset',
         "job.toml:14: eval.task.partial_credit: has no effect: nothing is trained on; remove this key",
