@@ -250,7 +250,7 @@ class EvalTable(Table):
     """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
 
     The weights before the first step, of every Nth step and of the last step are evaluated. During an evaluation the
-    trainer waits for its next batch.
+    trainer waits for its next batch, but never for agents outside of the run.
     """
 
     every: Annotated[int, Field(ge=1)]
@@ -258,7 +258,7 @@ class EvalTable(Table):
     count: Annotated[int, Field(ge=1, le=100_000)] = task_spec.EvalSpec(1).count
     """Number of prompts of an evaluation: the first items of its task; with a file, at most as many as it has rows."""
     samples: Annotated[int, Field(ge=1, le=1024)] = task_spec.EvalSpec(1).samples
-    """Answers to each prompt."""
+    """Answers to each prompt; with agents, episodes of each item."""
     temperature: Annotated[float, Field(ge=0)] = task_spec.EvalSpec(1).temperature
     """Temperature of the answers; 0 takes the most likely tokens."""
     task: TaskTable | None = None

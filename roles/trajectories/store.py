@@ -155,8 +155,8 @@ class Store:
             checkpoint_every=checkpoint_every,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
-        self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.episodes = Episodes(self, self._durable, self._staleness, self._work, self.evaluations, episodes)
         self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
@@ -458,9 +458,6 @@ class Store:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
         groups = set()
         for trajectory in trajectories:
-            if is_evaluated(trajectory):
-                self.evaluations.finish()
-                continue
             self._scoring.release(trajectory)
             groups.add(self._state.trajectories[trajectory].group)
         for group in groups:
@@ -471,18 +468,7 @@ class Store:
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        if is_evaluated(trajectory):
-            self.evaluations.offer_scoring(trajectory)
-        else:
-            self._scoring.offer(trajectory)
-
-    def offer_evaluated(self, episode: int) -> None:
-        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
-        self.evaluations.offer(episode)
-
-    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
-        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
-        return self.evaluations.free_episode(outside=outside)
+        self._scoring.offer(trajectory)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it.
@@ -653,10 +639,7 @@ class Store:
             opens: True if the request of an outside agent for an episode waits, so that the run holds it up.
         """
         if self.newest_version is None or self.evaluations.awaited(number - 1, self._state.fences.get(TRAINER, -1)):
-            evaluated = [self.episodes.held_outside(episode, now) for episode in self.evaluations.unsettled_episodes]
-            begun = [wait for wait in evaluated if wait is not None]
-            is_outside = begun and len(begun) == len(evaluated)
-            return DataReport(outside=max(begun, key=lambda wait: wait.seconds) if is_outside else None)
+            return DataReport(outside=self.episodes.evaluation_held_outside(now))
         groups, lacking = self._bindings.incomplete(index)
         missing = [[track for track in group.trajectories if track.score is None] for group in groups]
         waits = [[one for track in tracks if (one := self._held_outside(track, now, opens))] for tracks in missing]
