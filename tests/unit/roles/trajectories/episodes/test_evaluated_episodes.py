@@ -153,6 +153,8 @@ def test_turns_are_sampled_as_the_evaluation_says_and_only_with_its_weights(own:
     numbers = [ask(own, item), ask(own, item, "2"), ask(own, second)]
     late = own.lease(OTHER, 9, (), 1)
     assert (late.items, late.outdated) == ((), True), "a turn was leased with other weights"  # type: ignore[union-attr]
+    other = ask(own, next(one for one in episodes(own) if not one.evaluation))
+    assert [one.trajectory for one in lease(own, OTHER, 9, (), 1)] == [other], "other work waits for the evaluation"
     sampled = {one.trajectory: one.sampling for one in lease(own, ROLLOUT, weights=0)}
     assert all(sampling is not None and sampling.temperature == 0.5 for sampling in sampled.values())
     assert len({sampling.seed for sampling in sampled.values() if sampling is not None}) == len(numbers)
