@@ -142,7 +142,7 @@ class Evaluations:
     @property
     def last_step(self) -> float:
         """The last step of the run; inf without evaluations."""
-        return inf if self._settings is None or self.is_outside else self._settings.steps
+        return inf if self._settings is None else self._settings.steps
 
     def unfinished(self, step: int, is_free: Callable[[Incarnation | None], bool]) -> tuple[int, bool]:
         """Return how many answers the awaited evaluation of a step lacks, and whether work on one of them is free.
