@@ -189,7 +189,7 @@ def test_agents_outside_of_the_run_are_evaluated_and_the_trainer_does_not_wait(t
     check_completed(run)
     found = results(run)
     assert (found[0], found[2]) == ({"count": 0.0}, {"count": 0.0})
-    assert 1 <= found[4]["count"]
+    assert found[4]["count"] >= 1
     assert found[4]["count"] + found[6]["count"] <= len(evaluated.finished) + 1, "the reply of one may have been lost"
     for metrics in found.values():
         assert metrics.get("reward", 1.0) == metrics.get("pass@1", 1.0) == 1.0
