@@ -25,7 +25,8 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.tasks import Task, TaskError, load_evaluation_task, load_task
+from ..models.file_task import FileMix
+from ..models.tasks import Task, TaskError, load_evaluation_task, load_task, source_of
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .durable.records import LogFormatError
 from .episodes.followers import TurnFollowers
@@ -427,7 +428,8 @@ def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int]
         folder: The job's folder, for the files of its tasks.
     """
     if _episode_settings(job) is not None:  # agents make the prompts themselves, and there are no evaluations
-        return (lambda item: Prompt(item, ())), None
+        mix = FileMix(job.task.files) if job.task.files else None
+        return (lambda item: Prompt(item, (), "" if mix is None else mix.source(item))), None
     with exits_on_invalid_config():
         tokenizer = open_tokenizer(job.model)
     with exits_on_invalid_config(TaskError):
@@ -441,7 +443,7 @@ def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable
     encode = prompt_encoder(job, tokenizer)
 
     def prompt(item: int) -> Prompt:
-        return encode(item, task.prompt(item))
+        return msgspec.structs.replace(encode(item, task.prompt(item)), source=source_of(task, item))
 
     with exits_on_invalid_config():  # for example, the vocabulary lacks a character of every prompt
         first_item_with_prompt(prompt)
