@@ -193,8 +193,8 @@ class TaskFileTable(Table):
     """A letter, then up to 29 lower-case letters, digits, - and _: the name of this source of prompts, by which rewards
     and evaluations are reported."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Share of the prompts that come from this file, relative to the weights of the others; 0 for none of them. No effect
-    in [eval.task], which has as many prompts of each file."""
+    """Share of the prompts that come from this file, relative to the weights of the others; 0 for none of them. An
+    evaluation has as many prompts of each file instead."""
 
 
 class RewardTable(Table):

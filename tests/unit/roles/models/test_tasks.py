@@ -404,7 +404,7 @@ def test_scores_have_the_parts_of_several_rewards(tmp_path: Path) -> None:
     (tmp_path / "digits.jsonl").write_text('{"question": "1", "answer": "1"}\n')
     (tmp_path / "parts_rewards.py").write_text(
         "def right(answer, row):\n    return float(answer == row['answer'])\n"
-        "def short(answer, row):\n    return float(len(answer) < 3), 0.5\n"
+        "def short(answer, row):\n    return float(len(answer) < 4), 0.5\n"
     )
     terms = {"right": RewardTerm("parts_rewards:right"), "short": RewardTerm("parts_rewards:short", 0.5)}
     task = load_task(TaskSpec(file=str(tmp_path / "digits.jsonl"), rewards=terms), 0, DIGITS, tmp_path)

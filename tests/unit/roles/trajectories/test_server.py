@@ -639,7 +639,7 @@ def test_prompts_name_the_file_that_they_are_from(tmp_path: Path, agents: dict[s
         Path(file["path"]).write_text('{"question": "1", "answer": "2"}\n')
     held_out = [{"path": str(tmp_path / "held_out.jsonl"), "name": "new"}]
     Path(held_out[0]["path"]).write_text('{"question": "3", "answer": "4"}\n')
-    evaluation = {} if agents else {"eval": {"every": 1, "task": {"files": held_out}}}
+    evaluation: dict[str, Any] = {} if agents else {"eval": {"every": 1, "task": {"files": held_out}}}
     pieces = {"pieces": "0123456789", "chat": {"user": "{content}", "assistant": "{content}"}}
     model = {"max_length": 20, "tokenizer": pieces}
     job = _digits_job(task={"files": files}, roles=agents, model=model, **evaluation)
