@@ -13,9 +13,11 @@ from typing import Any
 import jinja2
 
 from ....core.text import escaped, span
+from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
+from .comparison_tables import SIDES, comparison_tables
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
@@ -39,14 +41,17 @@ _TEMPLATES = jinja2.Environment(
 )
 
 
-def page(reports: Sequence[RunReport]) -> str:
-    """Return the HTML text of one report, or of two side by side."""
+def page(reports: Sequence[RunReport], comparison: Comparison | None = None) -> str:
+    """Return the HTML text of one report, or of two side by side with their comparison."""
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
         runs=[_run(report) for report in reports],
         rows=[row for row in rows if any(value != "–" for value in row[1])],
         title=" and ".join(report.run for report in reports),
+        comparison=[] if comparison is None else [one._asdict() for one in comparison_tables(comparison)],
+        comparison_notes=[] if comparison is None else comparison.missing,
+        sides=SIDES,
         width=WIDTH,
         lane_height=LANE_HEIGHT,
         curve_height=CURVE_HEIGHT,
