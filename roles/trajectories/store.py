@@ -17,15 +17,26 @@ from ...core.run_spec import ExtraSpec, batches_ahead
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
-from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
+from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
-from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
+from .durable.records import (
+    NO_SIGNAL,
+    DropCause,
+    Fence,
+    GroupDropped,
+    Outcomes,
+    PackedSegment,
+    ScoresRecorded,
+    SegmentsAppended,
+    pack,
+)
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.figures import has_signal, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
@@ -84,6 +95,11 @@ class Store:
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
         rollout_roles: Names of the roles that generate beside the guests.
+        end_tokens: Tokens that end an answer. An answer with ``max_new_tokens`` tokens, of which the last is none of
+            them, was cut.
+        refill_limit: Number of groups without signal, as a multiple of ``groups_per_batch``, that are dropped between
+            two steps; None if groups are trained without signal, too.
+        ignores_truncated: Whether answers that were cut give a group no signal.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -113,6 +129,9 @@ class Store:
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
         rollout_roles: Collection[str] = ("rollout",),
+        end_tokens: Collection[int] = (),
+        refill_limit: float | None = None,
+        ignores_truncated: bool = False,
     ) -> None:
         self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
@@ -120,7 +139,10 @@ class Store:
         raised_to = staleness if fleet_varies else None
         self._batches_ahead = partial(batches_ahead, max_ahead_batches, raised_to, group_size * groups_per_batch)
         self._max_new = max_new_tokens
+        self._end_tokens = end_tokens
         self._per_batch = groups_per_batch
+        self._most_refilled = 0.0 if refill_limit is None else refill_limit * groups_per_batch
+        self._ignores_truncated = ignores_truncated
         self._prompts = ItemPrompts(next_prompt)
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
@@ -144,6 +166,7 @@ class Store:
             max_part_bytes=max_part_bytes,
             keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
             checkpoint_every=checkpoint_every,
+            ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
@@ -152,6 +175,7 @@ class Store:
         self._index()
         self.episodes.rebuild()
         self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
+        self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -354,7 +378,8 @@ class Store:
             return Denied(text, lost=tuple(sorted(lost)))
         append_evaluated()
         if new or ends:
-            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
+            truncated = cut_answers(self._state.answers, new, ends, self._max_new, self._end_tokens)
+            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends)), truncated))
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends & self._state.trajectories.keys():
@@ -415,7 +440,9 @@ class Store:
         by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in scores):
+        if not all(
+            math.isfinite(one) for score in scores for one in (score.reward, score.training, *score.parts.values())
+        ):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -430,15 +457,16 @@ class Store:
 
     def scored(self, trajectories: Iterable[int]) -> None:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
-        groups = set()
+        groups: dict[Group, None] = {}
         for trajectory in trajectories:
             self._scoring.release(trajectory)
-            groups.add(self._state.trajectories[trajectory].group)
+            groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
+        self._drop_without_signal(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
@@ -457,7 +485,21 @@ class Store:
         self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring.release(track.id)
-        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
+        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
+
+    def _drop_without_signal(self, groups: Iterable[Group]) -> None:
+        """Drop the groups that are complete, not bound and without signal: other groups take their places in a step.
+
+        Once as many were dropped since the newest step as the limit says, groups are trained as they are. So no step
+        waits without end if all prompts are solved.
+        """
+        for group in groups:
+            if self._state.refilled.groups >= self._most_refilled:
+                return
+            is_open = group.bound is None and not group.unscored
+            if is_open and not has_signal(group, ignores_truncated=self._ignores_truncated):
+                self.drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
 
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
@@ -518,8 +560,10 @@ class Store:
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest and not self._staleness.wait_for_late:
-            self._drop_untrainable()
+        if self._state.latest != latest:
+            if not self._staleness.wait_for_late:
+                self._drop_untrainable()
+            self._drop_without_signal(list(self._state.groups.values()))  # those that the limit has kept
         return answer
 
     def balance(
