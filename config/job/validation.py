@@ -131,8 +131,6 @@ def _eval(job: Job) -> None:
         return
     if job.task is None:
         raise mistake(("eval",), "evaluates the trainer's steps, but there is no [task]; remove this table")
-    if job.roles.agents is not None or job.roles.endpoint is not None:
-        raise mistake(("eval",), "evaluates single answers, but this job has agents; remove this table")
     _task(evaluation.task, ("eval", "task"))
     if evaluation.task is None and job.task.dataset is None:
         source = "function" if job.task.function is not None else "file"

@@ -27,7 +27,7 @@ from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.tasks import Task, TaskError, load_evaluation_task, load_task
 from ..models.tokenizer import Tokenizer, open_tokenizer
-from .durable.records import LogFormatError
+from .durable.records import AnsweredBy, LogFormatError
 from .episodes.followers import TurnFollowers
 from .episodes.requests import Follow, LeasedEpisodes, LeaseEpisodes, OpenEpisode
 from .episodes.requests import StoreAnswer as Answer
@@ -212,7 +212,8 @@ class Server:
             return DataReport(untaken=True)
         if self._unbound is None or now < self._unbound_since + NOTE_AFTER_S:
             return DataReport()
-        opens = any(isinstance(parked.incoming.message, OpenEpisode) for parked in self._parked)
+        parked = [parked.incoming.message for parked in self._parked]
+        opens = any(isinstance(message, OpenEpisode) and not message.evaluation for message in parked)
         return self._store.data_report(*self._unbound, now, now - self._unbound_since, opens)
 
     async def run(self) -> None:
@@ -429,12 +430,25 @@ def _prompts_and_evaluations(
         tokenizer: The model's tokenizer.
         folder: The job's folder, for the files of its tasks.
     """
-    if _episode_settings(job) is not None:  # agents make the prompts themselves, and there are no evaluations
-        return (lambda item: Prompt(item, ())), None
+    if _episode_settings(job) is not None:  # agents make the prompts themselves
+        return _no_prompt, _evaluated_episodes(job, folder) if job.eval is not None else None
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, tokenizer, folder)
     prompts = _checked_prompts(job, tokenizer, task)
     return prompts, _evaluations(job, tokenizer, folder) if job.eval is not None else None
+
+
+def _no_prompt(item: int) -> Prompt:
+    return Prompt(item, ())
+
+
+def _evaluated_episodes(job: RunSpec, folder: Path) -> EvaluationSettings:
+    """Return the settings of the evaluations of a job with agents. Ends the process if their task is invalid."""
+    assert job.eval is not None
+    with exits_on_invalid_config(TaskError):
+        _, count = load_evaluation_task(job, None, folder)
+    agents: AnsweredBy = "own" if job.agents is not None else "outside"
+    return EvaluationSettings(job.eval, job.steps, job.seed, count, _no_prompt, job.sampling.max_new_tokens, agents)
 
 
 def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable[[int], Prompt]:

@@ -28,6 +28,7 @@ from .durable.records import (
     PackedSegment,
     ScoresRecorded,
     SegmentsAppended,
+    is_evaluated,
     pack,
 )
 from .episodes.rules import Episodes, EpisodeSettings
@@ -35,7 +36,7 @@ from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .steps.bindings import Bindings
-from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.evaluations import Evaluations, EvaluationSettings
 from .steps.figures import has_signal, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
@@ -170,7 +171,8 @@ class Store:
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
-        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
+        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
@@ -213,6 +215,7 @@ class Store:
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
+        self.evaluations.end_abandoned()
         self._work.release_departed(self._membership.current)
         self.episodes.release_departed(self._membership.current)
         self.evaluations.release_departed(self._membership.current)
@@ -224,7 +227,9 @@ class Store:
         return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
-        return self._membership.check_trainer(incarnation, self._durable)
+        rejection = self._membership.check_trainer(incarnation, self._durable)
+        self.evaluations.end_abandoned()
+        return rejection
 
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -293,7 +298,8 @@ class Store:
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
-        return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
+        items = (self.evaluations.as_leased(as_item(track, self._max_new), track) for track in tracks)
+        return Leased(tuple(items), outdated)
 
     def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
         """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
@@ -396,12 +402,19 @@ class Store:
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
 
-        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout.
+        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout. An
+        evaluation accepts the tokens of its own weights.
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
         track = self._state.answers[packed.trajectory]
         group = track.group
+        if group.is_evaluated:
+            if self._state.evaluations.accepts(packed):
+                return True
+            self._work.withdraw([track])
+            self._work.offer(track)
+            return False
         if group.bound is not None or self._staleness.allows(group, packed.step):
             self._work.mark_begun(group, packed.step)
             return True
@@ -437,7 +450,11 @@ class Store:
         if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
-        by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
+        by_trajectory = {
+            score.trajectory: score
+            for score in reversed(scores)
+            if score.trajectory in tracks and not is_evaluated(score.trajectory)
+        }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
         if not all(
@@ -450,7 +467,8 @@ class Store:
             self._durable.write(ScoresRecorded(new))
         self.scored(score.trajectory for score in new)
         for trajectory, reason in (failed or {}).items():
-            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
+            known = trajectory in tracks and not is_evaluated(trajectory)
+            if known and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._scorer_faults.group_dropped(faulty=trajectory in faulty)
                 self.drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
         return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
@@ -459,6 +477,9 @@ class Store:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
         groups: dict[Group, None] = {}
         for trajectory in trajectories:
+            if is_evaluated(trajectory):
+                self.evaluations.finish()
+                continue
             self._scoring.release(trajectory)
             groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
@@ -470,23 +491,41 @@ class Store:
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        self._scoring.offer(trajectory)
+        if is_evaluated(trajectory):
+            self.evaluations.offer_scoring(trajectory)
+        else:
+            self._scoring.offer(trajectory)
+
+    def offer_evaluated(self, episode: int) -> None:
+        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
+        self.evaluations.offer(episode)
+
+    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
+        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
+        return self.evaluations.free_episode(outside=outside)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it.
 
-        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
+        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained. An
+        evaluated episode counts as unscored.
         """
+        if group.is_evaluated:
+            self.evaluations.fail((group.created.group,))
+            return
         if group.bound is None:
             if not group.unscored:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
+        self._end_leases(group)
+        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
+
+    def _end_leases(self, group: Group) -> None:
         self._work.withdraw(list(group.answers))
         self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring.release(track.id)
-        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
-        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
 
     def _drop_without_signal(self, groups: Iterable[Group]) -> None:
         """Drop the groups that are complete, not bound and without signal: other groups take their places in a step.

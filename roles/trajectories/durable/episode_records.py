@@ -89,7 +89,8 @@ class EpisodeRecords:
                 for number in episode.turns.keys() - {*counted}:
                     self._answers.pop(number, None)  # rollouts must not extend an incomplete ancestor
                     self.changed.add(number)
-                self._count_finished(track, episode)
+                if not track.group.is_evaluated:
+                    self._count_finished(track, episode)
 
     def grown(self, turn: TrajectoryState) -> None:
         """Note that segments were added to a turn, or that it is complete."""
@@ -102,7 +103,9 @@ class EpisodeRecords:
             self.counted = replace(self.counted, dropped=self.counted.dropped + len(group.trajectories))
 
     def _start(self, record: AttemptStarted, group: Group, episode: EpisodeState) -> None:
-        if episode.recorded:
+        if group.is_evaluated:  # the counts are of the episodes that are trained
+            pass
+        elif episode.recorded:
             self.counted = replace(self.counted, replayed=self.counted.replayed + 1)
         elif episode.attempt:
             self.counted = replace(self.counted, retried=self.counted.retried + 1)

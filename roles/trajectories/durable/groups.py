@@ -17,7 +17,7 @@ from msgspec import Struct
 from ....core.types import Incarnation
 from ..extras import PackedExtras
 from ..types import Item, Score, ToScore
-from .records import GroupCreated, PackedSegment, TurnCreated, unpack, unpack_tokens
+from .records import GroupCreated, PackedSegment, TurnCreated, is_evaluated, unpack, unpack_tokens
 
 _TOKEN_BYTES = 4
 """Bytes of a packed token."""
@@ -122,6 +122,11 @@ class Group(Struct, eq=False):
     """Number of tokens that guests sampled; after a restart of the store it may be counted by last writers."""
     blamed: Counter[str] = msgspec.field(default_factory=Counter)
     """By the digest of a call of the group's agents, how many processes have ended right after such a call."""
+
+    @property
+    def is_evaluated(self) -> bool:
+        """True for the group of one evaluated episode, which is never bound (:mod:`.evaluation_state`)."""
+        return is_evaluated(self.created.group)
 
     @property
     def has_episodes(self) -> bool:
@@ -246,7 +251,7 @@ def as_to_score(track: TrajectoryState) -> ToScore:
     if track.episode is not None:
         answers = [track.episode.turns[number] for number in track.episode.counted]
         last = next(turn for turn in reversed(answers) if not turn.unused)
-    return ToScore(track.id, track.group.created.item, sampled_tokens(last))
+    return ToScore(track.id, track.group.created.item, sampled_tokens(last), track.group.is_evaluated)
 
 
 def new_segments(

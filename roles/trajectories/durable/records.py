@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -365,11 +365,18 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 
 
+AnsweredBy = Literal["", "own", "outside"]
+"""The agents whose episodes are evaluated: those of the run, or those outside of it; empty in a job without agents."""
+
+
 class EvaluationStarted(Struct, frozen=True, tag="evaluation_started", array_like=True):
     """Start of the evaluation of the weights of step ``step`` that the trainer's ``incarnation`` published.
 
     The answers are numbered from ``first`` on: ``samples`` answers to the first prompt, followed by ``samples`` answers
     to the next prompt, and so on. An unfinished earlier evaluation is abandoned.
+
+    With ``agents``, each answer is an episode: by agents of the run, or by agents outside of it. Outside agents answer
+    with the weights of the time. Then ``step`` is the step that was committed at the start, and ``incarnation`` is 0.
     """
 
     step: int
@@ -377,6 +384,7 @@ class EvaluationStarted(Struct, frozen=True, tag="evaluation_started", array_lik
     first: int
     prompts: int
     samples: int
+    agents: AnsweredBy = ""
 
 
 class EvaluationAppended(Struct, frozen=True, tag="evaluation_appended", array_like=True):
@@ -496,6 +504,11 @@ def pack(segment: Segment, extras: Mapping[str, ExtraSpec]) -> PackedSegment:
         segment.digest,
         pack_extras(segment.extras, len(segment.tokens), extras),
     )
+
+
+def is_evaluated(number: int) -> bool:
+    """Return whether a number is that of an answer of an evaluation, or of its group."""
+    return number >= FIRST_EVALUATED
 
 
 def pack_tokens(tokens: tuple[int, ...]) -> bytes:

@@ -44,6 +44,7 @@ from .records import (
     TimesObserved,
     TurnCreated,
     TurnsNumbered,
+    is_evaluated,
     unpack_tokens,
 )
 from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
@@ -82,7 +83,7 @@ class State:
         self.answers: dict[int, TrajectoryState] = {}
         """The answers that rollouts extend, by number: the trajectories or, in a job with agents, the turns."""
         self.episode_records = EpisodeRecords(self.answers)
-        self.evaluations = EvaluationState()
+        self.evaluations = EvaluationState(self.trajectories, self._forget_evaluated)
         self.steps: dict[int, list[Part]] = {}
         """The parts of each step whose token data is kept. The last part of a step that is bound completely lacks no
         group."""
@@ -161,7 +162,8 @@ class State:
             case _ if isinstance(record, EpisodeRecord):
                 self._apply_to_episode(record)
             case CallBlamed(group, call):
-                self.groups[group].blamed[call] += 1
+                blamed = self.trajectories[group].group if is_evaluated(group) else self.groups[group]
+                blamed.blamed[call] += 1
             case EpisodesCounted():
                 self.episode_records.counted = record
             case TurnsNumbered(number):
@@ -238,6 +240,9 @@ class State:
 
     def _record_scores(self, scores: Iterable[Score]) -> None:
         for score in scores:
+            if is_evaluated(score.trajectory):
+                self.evaluations.score((score,))
+                continue
             track = self.trajectories[score.trajectory]
             track.score = score
             track.group.unscored -= 1
@@ -265,6 +270,13 @@ class State:
         if group.has_episodes:
             self.episode_records.forget(group, dropped=dropped)
         self.unbound -= group.bound is None
+        self._forget_tracks(group)
+
+    def _forget_evaluated(self, group: Group) -> None:
+        self.episode_records.forget(group, dropped=False)
+        self._forget_tracks(group)
+
+    def _forget_tracks(self, group: Group) -> None:
         for track in group.answers:
             self.answers.pop(track.id, None)
         for track in group.trajectories:
@@ -279,6 +291,9 @@ class State:
             case EpisodeFinished(number, _, _, reward):
                 if reward is not None:
                     self._record_scores((Score(number, reward, reward),))
+                if is_evaluated(number):
+                    self.evaluations.answers[number].finished = True
+                    return
                 self._count(ended=1, ended_tokens=trained_tokens(track))
 
     @property

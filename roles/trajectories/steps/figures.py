@@ -146,7 +146,7 @@ def _run(state: State) -> dict[str, float]:
         means = [group.created.expected for group in waiting if group.created.expected is not None]
         figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
         figures["longest_expected"] = min(math.exp(max(means)), state.lengths.limit) if means else 0.0
-    at_work = sum(track.is_at_work for track in state.trajectories.values())
+    at_work = sum(track.is_at_work and not track.group.is_evaluated for track in state.trajectories.values())
     if at_work or state.episode_records.figures():
         figures[EPISODES_AT_WORK] = float(at_work)
     return figures
