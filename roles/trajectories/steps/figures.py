@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 
 from ..durable.groups import Group
@@ -41,6 +42,29 @@ def has_signal(group: Group, *, ignores_truncated: bool) -> bool:
         if track.score is not None and not (ignores_truncated and all(truncated_samples(track)))
     }
     return len(compared) > 1
+
+
+class Refill:
+    """Finds the groups whose places in a step other groups take (``[sampling] refill``).
+
+    Args:
+        state: The store's state.
+        most: Number of groups that may be dropped between two steps. With that many, groups are trained as they are, so
+            that no step waits without end if all prompts are solved. 0 if no group is to be dropped.
+        ignores_truncated: As in :func:`has_signal`.
+    """
+
+    def __init__(self, state: State, most: float, ignores_truncated: bool) -> None:
+        self._state, self._most, self._ignores_truncated = state, most, ignores_truncated
+
+    def without_signal(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """Yield the groups that are complete, not bound and without signal; each must be dropped before the next."""
+        for group in groups:
+            if self._state.refilled.groups >= self._most:
+                return
+            is_open = group.bound is None and not group.unscored
+            if is_open and not has_signal(group, ignores_truncated=self._ignores_truncated):
+                yield group
 
 
 def outcomes_of(group: Group) -> Outcomes:
