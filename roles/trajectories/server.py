@@ -35,6 +35,7 @@ from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .partition import cut
 from .prompts import first_item_with_prompt, prompt_encoder
+from .samples import Samples
 from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
 from .types import (
@@ -478,6 +479,7 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         episodes=_episode_settings(me.job),
         evaluations=evaluations,
         rollout_roles=frozenset(role.name for role in me.job.kind("rollout")),
+        samples=Samples(me.run_dir.samples, me.job) if me.job.samples.per_step else None,
     )
 
 

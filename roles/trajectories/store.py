@@ -24,6 +24,7 @@ from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
+from .samples import Samples
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
 from .steps.forecast import Outlook, balance
@@ -84,6 +85,7 @@ class Store:
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
         rollout_roles: Names of the roles that generate beside the guests.
+        samples: Keeps samples of the committed steps; None to keep none.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -113,7 +115,9 @@ class Store:
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
         rollout_roles: Collection[str] = ("rollout",),
+        samples: Samples | None = None,
     ) -> None:
+        self._samples = samples
         self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
@@ -151,6 +155,8 @@ class Store:
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
+        if samples is not None:  # the process before this one may have died between a commit and its samples
+            samples.take(self._state, self._state.committed)
         self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
 
     def _index(self) -> None:
@@ -165,6 +171,8 @@ class Store:
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
+        if self._samples is not None:
+            self._samples.write(self._state.committed)
 
     @property
     def changed_turns(self) -> set[int]:
@@ -651,6 +659,8 @@ class Store:
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
+        if self._samples is not None:
+            self._samples.take(self._state, number)
         answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {}, earlier)
         self.evaluations.finish()
         return answer
