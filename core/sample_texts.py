@@ -9,6 +9,10 @@ from itertools import groupby
 from msgspec import Struct
 
 from .samples_file import Sample, StepSamples
+from .text import escaped_lines
+
+MAX_TEXT_CHARS = 4000
+"""Maximum number of characters of a prompt or answer in a page or table; longer ones lack their middle."""
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of tokens."""
@@ -100,3 +104,10 @@ def _text(tokens: Sequence[int], decode: Decode) -> str:
         return decode(tokens)
     except Exception:  # a rollout of the user's own may append ids that its tokenizer does not know
         return " ".join(f"<{token}>" for token in tokens)
+
+
+def shortened_lines(text: str) -> str:
+    """Return a prompt or answer without control characters, and without its middle if it is long."""
+    text, half = escaped_lines(text), MAX_TEXT_CHARS // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}\n[{left_out} characters are left out]\n{text[-half:]}"

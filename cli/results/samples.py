@@ -16,8 +16,10 @@ from ...roles.models.tokenizer import open_tokenizer
 from ...roles.trajectories.samples import step_samples
 from ..agents.episodes import read_store
 from ..common.output import print_json, show
-from ..views.samples import samples_view
+from ..views.samples import PageSamples, samples_view
 
+MAX_PAGE_SAMPLES = 1000
+"""Maximum number of samples in a page."""
 MAX_RANGES = 8
 """Maximum number of ranges of steps in a message."""
 
@@ -92,6 +94,29 @@ def text_decoder(run: RunDir, job: RunSpec) -> Decode:
     except (ValueError, OSError, ImportError) as error:
         problem = f"the tokenizer of {run.id} cannot be opened here: {error}"
         raise OperationFailed(f"{problem}; to see the tokens: rrl samples {run.id} --tokens") from None
+
+
+def page_samples(run: RunDir) -> PageSamples:
+    """Return samples for the page of a report: those of steps at equal distances, and of the newest one.
+
+    Raises OperationFailed if they cannot be read, or if the tokenizer cannot be opened here.
+    """
+    job = job_of(run)
+    with errors_about(run.samples):
+        kept = kept_steps(run.samples)
+        if job is None or not kept:
+            return PageSamples()
+        each = max(1, job.samples.per_step)
+        found = read_steps(run.samples, lambda steps: _at_equal_distances(steps, max(1, MAX_PAGE_SAMPLES // each)))
+    decode = text_decoder(run, job)
+    samples = [(one.step, sample) for one in found for sample in decoded(one, decode)]
+    return PageSamples(samples[-MAX_PAGE_SAMPLES:], len(kept))
+
+
+def _at_equal_distances(steps: Sequence[int], count: int) -> list[int]:
+    """Return at most ``count`` of the steps, from the newest one backwards."""
+    distance = -(-len(steps) // count)
+    return list(steps[::-1][::distance])
 
 
 def _find(run: RunDir, job: RunSpec, step: int | None, *, everything: bool) -> StepSamples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -13,6 +14,18 @@ from ...core.samples_file import StepSamples
 from ...core.text import escaped_lines
 from .episodes import versions_text
 from .formatting import number
+
+
+class PageSamples(Struct, frozen=True):
+    """The samples in the page of a report."""
+
+    samples: Sequence[tuple[int, DecodedSample]] = ()
+    """Samples with their steps, in order."""
+    kept: int = 0
+    """Number of steps of which the run has samples."""
+    missing: str = ""
+    """Why the samples cannot be shown; empty if they are shown or if there are none."""
+
 
 _INDENT = (0, 0, 0, 2)
 
