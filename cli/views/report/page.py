@@ -1,7 +1,7 @@
 """The report of one run or two as one self-contained HTML page. The functions are pure.
 
-The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input. The only script
-is the one that filters samples, whose digest is in the page's policy: the browser runs no other, and loads nothing.
+The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input. The only
+script is the one that filters samples, whose digest is in the policy of the page: the browser runs no other.
 """
 
 from __future__ import annotations
