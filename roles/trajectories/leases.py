@@ -141,7 +141,7 @@ class ScoringQueue:
 
 def _needs_score(track: TrajectoryState) -> bool:
     later = track.episode is not None and track.episode.awaits_reward
-    return track.finished and track.score is None and not later
+    return track.finished and track.score is None and not later and not track.group.is_evaluated
 
 
 class WorkQueue:

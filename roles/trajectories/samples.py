@@ -22,6 +22,7 @@ from ...core.run_spec import RunSpec, TrainerSettings
 from ...core.samples_file import Sample, SampleRun, SamplesFile, StepSamples, files_in, frame, frames_in
 from .durable.groups import Group, TrajectoryState
 from .durable.state import State
+from .durable.trained_samples import truncated_samples
 from .types import NOT_SAMPLED
 
 _log = logging.getLogger("rrl.trajectories")
@@ -205,10 +206,6 @@ def _paths(track: TrajectoryState) -> Iterator[tuple[bytes, tuple[SampleRun, ...
             if (length := sum(len(tokens) for tokens, *_ in pieces) // _TOKEN_BYTES)
         )
         yield b"".join(tokens for tokens, *_ in path), runs
-
-
-def truncated_samples(track: TrajectoryState) -> list[bool]:  # until store is merged
-    return [False] * (1 if track.episode is None else len(track.episode.samples))
 
 
 def _newest(folder: Path) -> int:

@@ -17,16 +17,28 @@ from ...core.run_spec import ExtraSpec, batches_ahead
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
-from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
+from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
-from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
+from .durable.records import (
+    NO_SIGNAL,
+    DropCause,
+    Fence,
+    GroupDropped,
+    Outcomes,
+    PackedSegment,
+    ScoresRecorded,
+    SegmentsAppended,
+    is_evaluated,
+    pack,
+)
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .samples import Samples
 from .steps.bindings import Bindings
-from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.evaluations import Evaluations, EvaluationSettings
+from .steps.figures import has_signal, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
@@ -85,6 +97,11 @@ class Store:
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
         rollout_roles: Names of the roles that generate beside the guests.
+        end_tokens: Tokens that end an answer. An answer with ``max_new_tokens`` tokens, of which the last is none of
+            them, was cut.
+        refill_limit: Number of groups without signal, as a multiple of ``groups_per_batch``, that are dropped between
+            two steps; None if groups are trained without signal, too.
+        ignores_truncated: Whether answers that were cut give a group no signal.
         samples: Keeps samples of the committed steps; None to keep none.
 
     Raises:
@@ -115,6 +132,9 @@ class Store:
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
         rollout_roles: Collection[str] = ("rollout",),
+        end_tokens: Collection[int] = (),
+        refill_limit: float | None = None,
+        ignores_truncated: bool = False,
         samples: Samples | None = None,
     ) -> None:
         self._samples = samples
@@ -124,7 +144,10 @@ class Store:
         raised_to = staleness if fleet_varies else None
         self._batches_ahead = partial(batches_ahead, max_ahead_batches, raised_to, group_size * groups_per_batch)
         self._max_new = max_new_tokens
+        self._end_tokens = end_tokens
         self._per_batch = groups_per_batch
+        self._most_refilled = 0.0 if refill_limit is None else refill_limit * groups_per_batch
+        self._ignores_truncated = ignores_truncated
         self._prompts = ItemPrompts(next_prompt)
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
@@ -148,16 +171,19 @@ class Store:
             max_part_bytes=max_part_bytes,
             keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
             checkpoint_every=checkpoint_every,
+            ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
-        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
+        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
         if samples is not None:  # the process before this one may have died between a commit and its samples
             samples.take(self._state, self._state.committed)
         self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
+        self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -197,6 +223,7 @@ class Store:
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
+        self.evaluations.end_abandoned()
         self._work.release_departed(self._membership.current)
         self.episodes.release_departed(self._membership.current)
         self.evaluations.release_departed(self._membership.current)
@@ -208,7 +235,9 @@ class Store:
         return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
-        return self._membership.check_trainer(incarnation, self._durable)
+        rejection = self._membership.check_trainer(incarnation, self._durable)
+        self.evaluations.end_abandoned()
+        return rejection
 
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -277,7 +306,8 @@ class Store:
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
-        return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
+        items = (self.evaluations.as_leased(as_item(track, self._max_new), track) for track in tracks)
+        return Leased(tuple(items), outdated)
 
     def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
         """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
@@ -362,7 +392,8 @@ class Store:
             return Denied(text, lost=tuple(sorted(lost)))
         append_evaluated()
         if new or ends:
-            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
+            truncated = cut_answers(self._state.answers, new, ends, self._max_new, self._end_tokens)
+            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends)), truncated))
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends & self._state.trajectories.keys():
@@ -379,12 +410,19 @@ class Store:
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
 
-        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout.
+        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout. An
+        evaluation accepts the tokens of its own weights.
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
         track = self._state.answers[packed.trajectory]
         group = track.group
+        if group.is_evaluated:
+            if self._state.evaluations.accepts(packed):
+                return True
+            self._work.withdraw([track])
+            self._work.offer(track)
+            return False
         if group.bound is not None or self._staleness.allows(group, packed.step):
             self._work.mark_begun(group, packed.step)
             return True
@@ -420,10 +458,16 @@ class Store:
         if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
-        by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
+        by_trajectory = {
+            score.trajectory: score
+            for score in reversed(scores)
+            if score.trajectory in tracks and not is_evaluated(score.trajectory)
+        }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in scores):
+        if not all(
+            math.isfinite(one) for score in scores for one in (score.reward, score.training, *score.parts.values())
+        ):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -431,41 +475,78 @@ class Store:
             self._durable.write(ScoresRecorded(new))
         self.scored(score.trajectory for score in new)
         for trajectory, reason in (failed or {}).items():
-            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
+            known = trajectory in tracks and not is_evaluated(trajectory)
+            if known and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._scorer_faults.group_dropped(faulty=trajectory in faulty)
                 self.drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
         return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
 
     def scored(self, trajectories: Iterable[int]) -> None:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
-        groups = set()
+        groups: dict[Group, None] = {}
         for trajectory in trajectories:
+            if is_evaluated(trajectory):
+                self.evaluations.finish()
+                continue
             self._scoring.release(trajectory)
-            groups.add(self._state.trajectories[trajectory].group)
+            groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
+        self._drop_without_signal(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        self._scoring.offer(trajectory)
+        if is_evaluated(trajectory):
+            self.evaluations.offer_scoring(trajectory)
+        else:
+            self._scoring.offer(trajectory)
+
+    def offer_evaluated(self, episode: int) -> None:
+        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
+        self.evaluations.offer(episode)
+
+    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
+        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
+        return self.evaluations.free_episode(outside=outside)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it.
 
-        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
+        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained. An
+        evaluated episode counts as unscored.
         """
+        if group.is_evaluated:
+            self.evaluations.fail((group.created.group,))
+            return
         if group.bound is None:
             if not group.unscored:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
+        self._end_leases(group)
+        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
+
+    def _end_leases(self, group: Group) -> None:
         self._work.withdraw(list(group.answers))
         self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring.release(track.id)
-        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
+
+    def _drop_without_signal(self, groups: Iterable[Group]) -> None:
+        """Drop the groups that are complete, not bound and without signal: other groups take their places in a step.
+
+        Once as many were dropped since the newest step as the limit says, groups are trained as they are. So no step
+        waits without end if all prompts are solved.
+        """
+        for group in groups:
+            if self._state.refilled.groups >= self._most_refilled:
+                return
+            is_open = group.bound is None and not group.unscored
+            if is_open and not has_signal(group, ignores_truncated=self._ignores_truncated):
+                self.drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
 
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
@@ -526,8 +607,10 @@ class Store:
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest and not self._staleness.wait_for_late:
-            self._drop_untrainable()
+        if self._state.latest != latest:
+            if not self._staleness.wait_for_late:
+                self._drop_untrainable()
+            self._drop_without_signal(list(self._state.groups.values()))  # those that the limit has kept
         return answer
 
     def balance(
@@ -544,7 +627,7 @@ class Store:
             return outlook
         size, missing, has_part = outlook
         evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
-        answers, has_work = 0, self._has_work_for_guests()
+        answers, has_work = 0, self._has_work_for_guests(number - 1)
         if number > self.evaluations.last_step:
             missing, has_work = 0, False
         if not evaluated:
@@ -565,15 +648,16 @@ class Store:
         )
         return balance(step, train_s, back_s, lent=lent)
 
-    def _has_work_for_guests(self) -> bool:
-        """Return whether guests have leases, or could lease trajectories with the newest weights."""
+    def _has_work_for_guests(self, step: int) -> bool:
+        """Return whether guests have leases, or could lease trajectories with the weights of ``step``.
+
+        The trainer has finished this step, and may still be publishing its weights.
+        """
         if any(self._work.leases.leased_to(one) for one in self._membership.current if is_guest(one)):
             return True
-        newest = self.newest_version
-        weights = self._state.latest if newest is None else newest.version.step
         first = self._work.first()
-        may_begin = self._may_begin_group and self._staleness.allows(None, weights)
-        return may_begin or (first is not None and self._staleness.allows(first.group, weights))
+        may_begin = self._may_begin_group and self._staleness.allows(None, step)
+        return may_begin or (first is not None and self._staleness.allows(first.group, step))
 
     def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
         """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""

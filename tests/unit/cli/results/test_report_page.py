@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
     reason="Chromium is not installed; as root: apt-get install --yes --no-install-recommends chromium",
 )
 HOSTILE = """</pre></details><script>window.owned = 1</script>
-<img src="http://127.0.0.1:9/x" onerror="window.owned = 2"><svg onload="window.owned = 3"></svg><iframe srcdoc="<script>parent.owned = 4</script>"></iframe>
+<img src="http://127.0.0.1:9/x" onerror="window.owned = 2">
+<svg onload="window.owned = 3"></svg><iframe srcdoc="<script>parent.owned = 4</script>"></iframe>
 <a href="javascript:window.owned = 5" id="trap">x</a><style>body { display: none }</style>"""
 
 
