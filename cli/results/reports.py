@@ -9,11 +9,12 @@ from msgspec import Struct
 
 from ...api.accounts import account_of
 from ...api.runs import find_run
-from ...core.run_dir import errors_about, write_atomically
-from ...core.types import UsageError
+from ...core.run_dir import RunDir, errors_about, write_atomically
+from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.accounting.run_report import RunReport
 from ..common.output import print_json, print_line, show
 from ..views.report.tables import report_view
+from ..views.samples import PageSamples
 
 PAGE_MODE = 0o600
 """Mode of the HTML file: only its owner may read it, since it contains output of roles and names from the job."""
@@ -45,7 +46,7 @@ def report(run: str | None, other: str | None, html: Path | None, *, json: bool)
     runs = [find_run(run), *([find_run(other)] if other is not None else [])]
     reports = [account_of(one).report() for one in runs]
     if html is not None:
-        _write_page(reports, html)
+        _write_page(runs, reports, html)
         print_line(f"{html}: the report of {' and '.join(one.run for one in reports)}")
     elif json:
         print_json(ReportDocument(reports))
@@ -54,8 +55,19 @@ def report(run: str | None, other: str | None, html: Path | None, *, json: bool)
     return 0
 
 
-def _write_page(reports: list[RunReport], path: Path) -> None:
+def _write_page(runs: list[RunDir], reports: list[RunReport], path: Path) -> None:
     from ..views.report.page import page
 
+    samples = [_samples_of(run) for run in runs]
     with errors_about(path):
-        write_atomically(path, page(reports).encode(), PAGE_MODE)
+        write_atomically(path, page(reports, samples).encode(), PAGE_MODE)
+
+
+def _samples_of(run: RunDir) -> PageSamples:
+    """Return the samples of a run for the page, which is complete without them."""
+    from .samples import page_samples
+
+    try:
+        return page_samples(run)
+    except OperationFailed as error:
+        return PageSamples(missing=str(error))

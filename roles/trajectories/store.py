@@ -35,6 +35,7 @@ from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import Division, cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
+from .samples import Samples
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings
 from .steps.figures import Refill, outcomes_of
@@ -98,6 +99,7 @@ class Store:
         refill_limit: Number of groups without signal, as a multiple of ``groups_per_batch``, that are dropped between
             two steps; None if groups are trained without signal, too.
         ignores_truncated: Whether answers that were cut give a group no signal.
+        samples: Keeps samples of the committed steps; None to keep none.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -130,7 +132,9 @@ class Store:
         end_tokens: Collection[int] = (),
         refill_limit: float | None = None,
         ignores_truncated: bool = False,
+        samples: Samples | None = None,
     ) -> None:
+        self._samples = samples
         self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
@@ -171,6 +175,8 @@ class Store:
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
+        if samples is not None:  # the process before this one may have died between a commit and its samples
+            samples.take(self._state, self._state.committed)
         self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
         self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
 
@@ -186,6 +192,8 @@ class Store:
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
+        if self._samples is not None:
+            self._samples.write(self._state.committed)
 
     @property
     def changed_turns(self) -> set[int]:
@@ -691,6 +699,8 @@ class Store:
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
+        if self._samples is not None:
+            self._samples.take(self._state, number)
         answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {}, earlier)
         self.evaluations.finish()
         return answer
