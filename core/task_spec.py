@@ -66,4 +66,8 @@ class EvalSpec(Struct, frozen=True):
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether the weights of a step are evaluated in a run of ``steps`` steps."""
-        return step % self.every == 0 or step == steps
+        return self.newest_due(step, steps) == step
+
+    def newest_due(self, step: int, steps: int) -> int:
+        """Return the newest evaluated step up to ``step`` in a run of ``steps`` steps."""
+        return step if step == steps else step - step % self.every

@@ -9,12 +9,13 @@ from msgspec import Struct
 
 from ...api.accounts import account_of, compare_runs
 from ...api.runs import find_run
-from ...core.run_dir import errors_about, write_atomically
-from ...core.types import UsageError
+from ...core.run_dir import RunDir, errors_about, write_atomically
+from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.accounting.comparison import Comparison
 from ...manager.reporting.accounting.run_report import Account, RunReport
 from ..common.output import print_json, print_line, show
 from ..views.report.tables import report_view
+from ..views.samples import PageSamples
 
 PAGE_MODE = 0o600
 """Mode of the HTML file: only its owner may read it, since it contains output of roles and names from the job."""
@@ -48,13 +49,14 @@ def report(run: str | None, other: str | None, html: Path | None, *, json: bool)
     gc.disable()  # a long journal makes millions of objects that stay in use: garbage collection would free nothing
     accounts: tuple[Account, ...]
     comparison: Comparison | None
+    runs = [find_run(run), *([find_run(other)] if other is not None else [])]
     if other is None:
-        accounts, comparison = (account_of(find_run(run)),), None
+        accounts, comparison = (account_of(runs[0]),), None
     else:
-        accounts, comparison = compare_runs(find_run(run), find_run(other))
+        accounts, comparison = compare_runs(*runs)
     reports = [one.report() for one in accounts]
     if html is not None:
-        _write_page(reports, comparison, html)
+        _write_page(runs, reports, comparison, html)
         print_line(f"{html}: the report of {' and '.join(one.run for one in reports)}")
     elif json:
         print_json(ReportDocument(reports, comparison))
@@ -63,8 +65,19 @@ def report(run: str | None, other: str | None, html: Path | None, *, json: bool)
     return 0
 
 
-def _write_page(reports: list[RunReport], comparison: Comparison | None, path: Path) -> None:
+def _write_page(runs: list[RunDir], reports: list[RunReport], comparison: Comparison | None, path: Path) -> None:
     from ..views.report.page import page
 
+    samples = [_samples_of(run) for run in runs]
     with errors_about(path):
-        write_atomically(path, page(reports, comparison).encode(), PAGE_MODE)
+        write_atomically(path, page(reports, samples, comparison).encode(), PAGE_MODE)
+
+
+def _samples_of(run: RunDir) -> PageSamples:
+    """Return the samples of a run for the page, which is complete without them."""
+    from .samples import page_samples
+
+    try:
+        return page_samples(run)
+    except OperationFailed as error:
+        return PageSamples(missing=str(error))

@@ -59,6 +59,7 @@ def check(job: Job) -> None:
     _dual_clip(job.roles.trainer)
     _late(job)
     _ahead(job)
+    _refill(job.sampling)
     _extras(job)
     _batch(job)
     _form(job)
@@ -117,8 +118,6 @@ def _eval(job: Job) -> None:
         return
     if job.task is None:
         raise mistake(("eval",), "evaluates the trainer's steps, but there is no [task]; remove this table")
-    if job.roles.agents is not None or job.roles.endpoint is not None:
-        raise mistake(("eval",), "evaluates single answers, but this job has agents; remove this table")
     if evaluation.task is None and job.task.dataset is None:
         source = "function" if job.task.function is not None else "file"
         raise mistake(
@@ -256,6 +255,18 @@ def _ahead(job: Job) -> None:
             ("sampling", "ahead"),
             "has no effect with staleness = 0, which lets no rollout work ahead; remove this key, or raise staleness",
         )
+
+
+def _refill(sampling: SamplingTable) -> None:
+    """Reject refilling where every group is without signal, and its limit where nothing is dropped."""
+    if sampling.refill and sampling.group_size == 1:
+        raise mistake(
+            ("sampling", "refill"),
+            "would drop every group, because the only answer of a group is compared with none; raise group_size, or"
+            " remove this key",
+        )
+    if not sampling.refill and "refill_limit" in sampling.model_fields_set:
+        raise mistake(("sampling", "refill_limit"), "has no effect without refill = true; remove this key, or add that")
 
 
 def extras_bytes(sampling: SamplingTable) -> int:

@@ -38,8 +38,8 @@ class AgentContext(Struct, frozen=True):
 
     agent: Agent
     settings: AgentsSettings
-    item_text: Callable[[int], str]
-    """Returns the text of an item of the task."""
+    item_text: Callable[[int, bool], str]
+    """Returns the text of an item of the task or, if the second argument is True, of the evaluation's task."""
     folder: Path
     """Folder of job.toml; in reports of exceptions, files in this folder are named relative to it."""
 
@@ -127,7 +127,8 @@ class Attempts:
         limit = asyncio.timeout(context.settings.timeout)
         try:
             async with limit:
-                returned = await context.agent(context.item_text(item.item), self._base_url, self._api_key(item))
+                text = context.item_text(item.item, item.evaluation)
+                returned = await context.agent(text, self._base_url, self._api_key(item))
         except BaseException as error:  # whatever the user's agent raises; a signal sets me.stopping instead
             if self._stopping:
                 raise asyncio.CancelledError from None

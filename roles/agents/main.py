@@ -16,7 +16,7 @@ from ..endpoint.loopback import LoopbackEndpoint
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.conversation import ModelChat
-from ..models.tasks import TaskError, load_task
+from ..models.tasks import TaskError, load_episode_items
 from ..trajectories.episodes.requests import LeasedEpisodes, LeaseEpisodes
 from ..worker.status.episode_status import EpisodeStatus
 from .attempts import AgentContext, Attempts
@@ -96,14 +96,14 @@ def main() -> None:
     with exits_on_invalid_config():
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(job.task, job.seed, chat.tokenizer, folder)
+        item_text = load_episode_items(job, chat.tokenizer, folder)
         agent = (
             load_agent(job.agents.function, folder)
             if job.agents.function is not None
             else program_agent(job.agents.command or (), folder)
         )
     with me:
-        context = AgentContext(agent, job.agents, task.prompt, folder)
+        context = AgentContext(agent, job.agents, item_text, folder)
         asyncio.run(serve(me, context, chat))
 
 

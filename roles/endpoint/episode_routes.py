@@ -1,8 +1,9 @@
 """The routes with which agents outside of the run open episodes and end them.
 
-``POST /rrl/v1/episodes`` with the key of the run opens an episode, and returns the episode's key. With the episode's
-key, the paths ``finish``, ``reward`` and ``fail`` below ``/rrl/v1/episodes`` end the episode. A client may repeat a
-request that opens an episode with the same ``Idempotency-Key``, and any other request with the same body.
+``POST /rrl/v1/episodes`` with the key of the run opens an episode, of an evaluation if its ``split`` is ``eval``, and
+returns the episode's key. With the episode's key, the paths ``finish``, ``reward`` and ``fail`` below
+``/rrl/v1/episodes`` end the episode. A client may repeat a request that opens an episode with the same
+``Idempotency-Key``, and any other request with the same body.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _MAX_REQUEST_CHARS = 200
 """Maximum number of characters of an ``Idempotency-Key``."""
 _MAX_BODY_BYTES = 64 * 2**10
 """Maximum size (bytes) of a body. It is small, because bodies are read in the event loop."""
+_TRAINING, _EVALUATION = "train", "eval"
+"""What an episode is for (``split``)."""
 _MAX_REASON_CHARS = 2000
 """Maximum number of characters of a failure's reason that the store receives."""
 
@@ -47,8 +50,10 @@ class EpisodeRoutes(Struct, frozen=True):
     run: str
     """Name of the run directory."""
     secret: bytes
-    item_text: Callable[[int], str]
-    """Returns the text of an item of the task."""
+    item_text: Callable[[int, bool], str]
+    """Returns the text of an item of the task or, if the second argument is True, of the evaluation's task."""
+    not_evaluated: str = ""
+    """Why agents outside of the run cannot open episodes of evaluations; empty if they can."""
 
     def routes(self) -> list[Route]:
         """Return the routes of the application."""
@@ -63,18 +68,25 @@ class EpisodeRoutes(Struct, frozen=True):
         if bearer_key(request, self.run, self.secret).attempt:
             message = "this is the key of an episode; open episodes with the key of the run (rrl endpoint RUN)"
             raise ApiError(403, message, "permission_error", "run_key_needed")
+        split = (await _fields(request, {"split"})).get("split", _TRAINING)
+        if split not in (_TRAINING, _EVALUATION):
+            raise wrong("split", f'must be "{_TRAINING}" or "{_EVALUATION}"')
+        evaluation = split == _EVALUATION
+        if evaluation and self.not_evaluated:
+            raise wrong("split", f'cannot be "{_EVALUATION}": {self.not_evaluated}')
         name = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
         if len(name) > _MAX_REQUEST_CHARS:
             raise wrong("Idempotency-Key", f"must have at most {_MAX_REQUEST_CHARS} characters")
+        name = f"{split}/{name}" if evaluation else name
         loop = asyncio.get_running_loop()
         until = loop.time() + OPEN_TIMEOUT_S
         while (left := until - loop.time()) > 0:
-            leased = await self.ask(OpenEpisode, name, min(_OPEN_WAIT_S, left))
+            leased = await self.ask(OpenEpisode, name, min(_OPEN_WAIT_S, left), evaluation)
             for item in leased.items if leased is not None else ():
                 try:
-                    text = self.item_text(item.item)
+                    text = self.item_text(item.item, item.evaluation)
                 except BaseException as error:  # user code may raise anything
-                    why = f"prompt({item.item}) of [task] raised {shortened(error)}"
+                    why = f"prompt({item.item}) of [{'eval' if evaluation else 'task'}] raised {shortened(error)}"
                     with suppress(FencedAttempt):  # this request is a repetition
                         await self.ask(FailAttempt, item.episode, item.attempt, why)
                     name += "+"
@@ -83,6 +95,7 @@ class EpisodeRoutes(Struct, frozen=True):
                 opened = {
                     "episode": item.episode,
                     "attempt": item.attempt,
+                    "split": split,
                     "item": text,
                     "api_key": key,
                     "base_url": f"{request.url.scheme}://{request.headers.get('host', '')}/v1",
@@ -131,14 +144,19 @@ class EpisodeRoutes(Struct, frozen=True):
         if not key.attempt:
             message = "this is the key of the run; use the api_key with which the episode was opened"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
-        body = await read_body(request, _MAX_BODY_BYTES)
-        try:
-            given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise ApiError(400, "the body must be a JSON object") from None
-        if unknown := sorted(given.keys() - keys):
-            raise wrong(unknown[0], f"is unknown; the body may have {', '.join(sorted(keys))}")
-        return key, given
+        return key, await _fields(request, keys)
+
+
+async def _fields(request: Request, keys: set[str]) -> dict[str, Any]:
+    """Return the fields of the request's body, which may only have these names. Raises ApiError."""
+    body = await read_body(request, _MAX_BODY_BYTES)
+    try:
+        given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ApiError(400, "the body must be a JSON object") from None
+    if unknown := sorted(given.keys() - keys):
+        raise wrong(unknown[0], f"is unknown; the body may have {', '.join(sorted(keys))}")
+    return given
 
 
 def _reward(given: Any) -> float:

@@ -19,7 +19,7 @@ from ..launcher.end_report import exits_on_invalid_config
 from ..launcher.environment import ADDRESS_ENV
 from ..models.chat import open_chat
 from ..models.conversation import ModelChat
-from ..models.tasks import TaskError, load_task
+from ..models.tasks import TaskError, load_episode_items
 from .addresses import write_address
 from .application import Endpoint, served_run
 from .episode_routes import EpisodeRoutes
@@ -80,9 +80,14 @@ def main() -> None:
     with exits_on_invalid_config():
         chat = open_chat(job.model)
     with exits_on_invalid_config(TaskError):
-        task = load_task(job.task, job.seed, chat.tokenizer, Path(me.launch.cwd))
+        item_text = load_episode_items(job, chat.tokenizer, Path(me.launch.cwd))
+    not_evaluated = ""
+    if job.eval is None:
+        not_evaluated = "the job has no evaluations: it has no table [eval]"
+    elif job.agents is not None:
+        not_evaluated = "the job evaluates the agents of [roles.agents], and none outside of the run"
     with me:
-        routes = EpisodeRoutes(me.ask_store, me.run_dir.id, me.keys.secret, task.prompt)
+        routes = EpisodeRoutes(me.ask_store, me.run_dir.id, me.keys.secret, item_text, not_evaluated)
         serve(me, chat, routes, os.environ.get(ADDRESS_ENV, LOOPBACK), job.endpoint.port)
 
 

@@ -141,6 +141,19 @@ def load_evaluation_task(
     return task, min(job.eval.count, size)
 
 
+def load_episode_items(job: RunSpec, tokenizer: Tokenizer, folder: Path) -> Callable[[int, bool], str]:
+    """Return the function that makes the text of an item for an agent.
+
+    The item is of [task] or, if the second argument is True, of the evaluation's task.
+
+    Raises:
+        TaskError: A table is invalid.
+    """
+    task = load_task(job.task, job.seed, tokenizer, folder)
+    evaluated = task if job.eval is None else load_evaluation_task(job, tokenizer, folder)[0]
+    return lambda item, evaluation: (evaluated if evaluation else task).prompt(item)
+
+
 def _open_files(
     spec: TaskSpec, seed: int | None, split: Callable[[str], Sequence[object]], folder: Path | None
 ) -> FileTask:

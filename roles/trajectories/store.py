@@ -17,20 +17,32 @@ from ...core.run_spec import ExtraSpec, batches_ahead
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
-from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
+from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
-from .durable.records import DropCause, Fence, GroupDropped, PackedSegment, ScoresRecorded, SegmentsAppended, pack
+from .durable.records import (
+    NO_SIGNAL,
+    DropCause,
+    Fence,
+    GroupDropped,
+    Outcomes,
+    PackedSegment,
+    ScoresRecorded,
+    SegmentsAppended,
+    is_evaluated,
+    pack,
+)
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
-from .partition import cut
+from .partition import Division, cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
+from .samples import Samples
 from .steps.bindings import Bindings
-from .steps.evaluations import Evaluations, EvaluationSettings, is_evaluated
+from .steps.evaluations import Evaluations, EvaluationSettings
+from .steps.figures import Refill, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
     Balance,
-    By,
     CommittedState,
     Denied,
     Done,
@@ -49,8 +61,6 @@ from .types import (
 )
 from .versions import VersionDirectory
 
-MAX_LEASED_EXTRAS = 128 * 2**20
-"""Maximum bytes of the extras in an answer to a request for work, unless it has one trajectory: half a message."""
 _CREATED_PER_REQUEST = 64
 """Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
 
@@ -84,6 +94,12 @@ class Store:
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
         rollout_roles: Names of the roles that generate beside the guests.
+        end_tokens: Tokens that end an answer. An answer with ``max_new_tokens`` tokens, of which the last is none of
+            them, was cut.
+        refill_limit: Number of groups without signal, as a multiple of ``groups_per_batch``, that are dropped between
+            two steps; None if groups are trained without signal, too.
+        ignores_truncated: Whether answers that were cut give a group no signal.
+        samples: Keeps samples of the committed steps; None to keep none.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -113,20 +129,25 @@ class Store:
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
         rollout_roles: Collection[str] = ("rollout",),
+        end_tokens: Collection[int] = (),
+        refill_limit: float | None = None,
+        ignores_truncated: bool = False,
+        samples: Samples | None = None,
     ) -> None:
+        self._samples = samples
         self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
         raised_to = staleness if fleet_varies else None
         self._batches_ahead = partial(batches_ahead, max_ahead_batches, raised_to, group_size * groups_per_batch)
         self._max_new = max_new_tokens
+        self._end_tokens = end_tokens
         self._per_batch = groups_per_batch
         self._prompts = ItemPrompts(next_prompt)
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
-        self._division: tuple[int, int, By] = -1, 0, "group"
-        """The newest incarnation of the trainer that has requested shares, and their ``world`` and ``by``."""
+        self._division = Division()
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens, retained_commits)
@@ -136,6 +157,7 @@ class Store:
             self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
         )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._refill = Refill(self._state, (refill_limit or 0.0) * groups_per_batch, ignores_truncated)
         self._bindings = Bindings(
             self._durable,
             self._staleness,
@@ -144,14 +166,19 @@ class Store:
             max_part_bytes=max_part_bytes,
             keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
             checkpoint_every=checkpoint_every,
+            ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
-        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version)
+        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
+        if samples is not None:  # the process before this one may have died between a commit and its samples
+            samples.take(self._state, self._state.committed)
         self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
+        self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -165,6 +192,8 @@ class Store:
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
+        if self._samples is not None:
+            self._samples.write(self._state.committed)
 
     @property
     def changed_turns(self) -> set[int]:
@@ -189,6 +218,7 @@ class Store:
         for gang in {incarnation.gang for incarnation in self._membership.current}:
             if self._state.fences.get(gang.replica, gang.number) < gang.number:
                 self._durable.write(Fence(gang.replica, gang.number))
+        self.evaluations.end_abandoned()
         self._work.release_departed(self._membership.current)
         self.episodes.release_departed(self._membership.current)
         self.evaluations.release_departed(self._membership.current)
@@ -200,7 +230,9 @@ class Store:
         return self._membership.check_worker(incarnation)
 
     def _check_trainer(self, incarnation: Incarnation) -> Denied | None:
-        return self._membership.check_trainer(incarnation, self._durable)
+        rejection = self._membership.check_trainer(incarnation, self._durable)
+        self.evaluations.end_abandoned()
+        return rejection
 
     # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -265,27 +297,13 @@ class Store:
             leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
             tracks += leased
             shared = self._work.by_length or not leased
-        tracks = self._within_message(tracks)
+        if self._extras:
+            tracks = self._work.within_message(tracks)
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
-        return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
-
-    def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
-        """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
-
-        Only the extras of the tokens that they have already can make a message too large.
-        """
-        left, count = MAX_LEASED_EXTRAS, 0
-        while self._extras and count < len(tracks):
-            left -= sum(len(data) for segment in tracks[count].segments for _, _, data in segment.extras)
-            if left < 0 and count:
-                self._work.withdraw(tracks[count:])
-                for track in tracks[count:]:
-                    self._work.offer(track)
-                return tracks[:count]
-            count += 1
-        return tracks
+        items = (self.evaluations.as_leased(as_item(track, self._max_new), track) for track in tracks)
+        return Leased(tuple(items), outdated)
 
     def _create_groups(self, weights: int | None) -> None:
         """Create a group if no trajectory waits for a rollout and the limits allow it.
@@ -354,7 +372,8 @@ class Store:
             return Denied(text, lost=tuple(sorted(lost)))
         append_evaluated()
         if new or ends:
-            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
+            truncated = cut_answers(self._state.answers, new, ends, self._max_new, self._end_tokens)
+            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends)), truncated))
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends & self._state.trajectories.keys():
@@ -371,12 +390,19 @@ class Store:
     def _check_staleness(self, incarnation: Incarnation, packed: PackedSegment) -> bool:
         """Return whether the trajectory's group can still be trained in time with this segment.
 
-        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout.
+        If not, this method drops the group or, with ``wait_for_late``, offers the trajectory to another rollout. An
+        evaluation accepts the tokens of its own weights.
         """
         if not self._work.may_write(incarnation, packed.trajectory):
             return False
         track = self._state.answers[packed.trajectory]
         group = track.group
+        if group.is_evaluated:
+            if self._state.evaluations.accepts(packed):
+                return True
+            self._work.withdraw([track])
+            self._work.offer(track)
+            return False
         if group.bound is not None or self._staleness.allows(group, packed.step):
             self._work.mark_begun(group, packed.step)
             return True
@@ -412,10 +438,16 @@ class Store:
         if rejection := self.check_worker(incarnation):
             return rejection
         tracks = self._state.trajectories
-        by_trajectory = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
+        by_trajectory = {
+            score.trajectory: score
+            for score in reversed(scores)
+            if score.trajectory in tracks and not is_evaluated(score.trajectory)
+        }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in scores):
+        if not all(
+            math.isfinite(one) for score in scores for one in (score.reward, score.training, *score.parts.values())
+        ):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -423,41 +455,69 @@ class Store:
             self._durable.write(ScoresRecorded(new))
         self.scored(score.trajectory for score in new)
         for trajectory, reason in (failed or {}).items():
-            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
+            known = trajectory in tracks and not is_evaluated(trajectory)
+            if known and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._scorer_faults.group_dropped(faulty=trajectory in faulty)
                 self.drop(tracks[trajectory].group, reason, DropCause.UNSCORED)
         return Done(faulty_groups=self._scorer_faults.prevailing if faulty else 0)
 
     def scored(self, trajectories: Iterable[int]) -> None:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
-        groups = set()
+        groups: dict[Group, None] = {}
         for trajectory in trajectories:
+            if is_evaluated(trajectory):
+                self.evaluations.finish()
+                continue
             self._scoring.release(trajectory)
-            groups.add(self._state.trajectories[trajectory].group)
+            groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
+        self._drop_without_signal(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        self._scoring.offer(trajectory)
+        if is_evaluated(trajectory):
+            self.evaluations.offer_scoring(trajectory)
+        else:
+            self._scoring.offer(trajectory)
+
+    def offer_evaluated(self, episode: int) -> None:
+        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
+        self.evaluations.offer(episode)
+
+    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
+        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
+        return self.evaluations.free_episode(outside=outside)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it.
 
-        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained.
+        GRPO compares the trajectories of a group with each other, so an incomplete group cannot be trained. An
+        evaluated episode counts as unscored.
         """
+        if group.is_evaluated:
+            self.evaluations.fail((group.created.group,))
+            return
         if group.bound is None:
             if not group.unscored:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
+        self._end_leases(group)
+        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
+
+    def _end_leases(self, group: Group) -> None:
         self._work.withdraw(list(group.answers))
         self.episodes.forget(group)
         for track in group.trajectories:
             self._scoring.release(track.id)
-        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
+
+    def _drop_without_signal(self, groups: Iterable[Group]) -> None:
+        for group in self._refill.without_signal(groups):
+            self.drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
 
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
@@ -513,13 +573,15 @@ class Store:
         request is out of order, or ``share`` is of another division than that of the incarnation's other ranks. Returns
         NotReady while too few groups can be bound (:mod:`.steps.bindings`).
         """
-        if rejection := self._check_trainer(incarnation) or self._check_division(incarnation, share):
+        if rejection := self._check_trainer(incarnation) or self._division.check(incarnation, share):
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest and not self._staleness.wait_for_late:
-            self._drop_untrainable()
+        if self._state.latest != latest:
+            if not self._staleness.wait_for_late:
+                self._drop_untrainable()
+            self._drop_without_signal(list(self._state.groups.values()))  # those that the limit has kept
         return answer
 
     def balance(
@@ -536,7 +598,7 @@ class Store:
             return outlook
         size, missing, has_part = outlook
         evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
-        answers, has_work = 0, self._has_work_for_guests()
+        answers, has_work = 0, self._has_work_for_guests(number - 1)
         if number > self.evaluations.last_step:
             missing, has_work = 0, False
         if not evaluated:
@@ -557,30 +619,16 @@ class Store:
         )
         return balance(step, train_s, back_s, lent=lent)
 
-    def _has_work_for_guests(self) -> bool:
-        """Return whether guests have leases, or could lease trajectories with the newest weights."""
+    def _has_work_for_guests(self, step: int) -> bool:
+        """Return whether guests have leases, or could lease trajectories with the weights of ``step``.
+
+        The trainer has finished this step, and may still be publishing its weights.
+        """
         if any(self._work.leases.leased_to(one) for one in self._membership.current if is_guest(one)):
             return True
-        newest = self.newest_version
-        weights = self._state.latest if newest is None else newest.version.step
         first = self._work.first()
-        may_begin = self._may_begin_group and self._staleness.allows(None, weights)
-        return may_begin or (first is not None and self._staleness.allows(first.group, weights))
-
-    def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
-        """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""
-        if share is None:
-            return None
-        before, division = self._division, (incarnation.number, share.world, share.by)
-        if before[0] != incarnation.number:
-            self._division = before = division
-        if before == division:
-            return None
-        return Denied(
-            f"{incarnation} asks for a share of {share.world} by {share.by}, but another rank has asked for a share of"
-            f" {before[1]} by {before[2]}: all ranks must pass the same world and the same by",
-            wrong_argument=True,
-        )
+        may_begin = self._may_begin_group and self._staleness.allows(None, step)
+        return may_begin or (first is not None and self._staleness.allows(first.group, step))
 
     def wait_reason(self, number: int, index: int | None = None) -> str | None:
         """Return a text for people that says why batch ``number``, or a part of it, cannot be bound yet.
@@ -651,6 +699,8 @@ class Store:
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
+        if self._samples is not None:
+            self._samples.take(self._state, number)
         answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {}, earlier)
         self.evaluations.finish()
         return answer

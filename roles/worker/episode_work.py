@@ -22,7 +22,7 @@ from ..endpoint.loopback import LoopbackEndpoint
 from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
 from ..models.rewards import finite_number
-from ..models.tasks import TaskError, load_task
+from ..models.tasks import TaskError, load_episode_items
 from ..trajectories.client import AskStore, FencedAttempt
 from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode, LeaseEpisodes
 from .connection import ManagerConnection
@@ -61,6 +61,8 @@ class Episode:
         """The key of this attempt; give it to every program that works for the episode."""
         self.attempt = attempt.leased.attempt
         """Number of the attempt, from 1."""
+        self.split = "eval" if attempt.leased.evaluation else "train"
+        """``"eval"`` for an episode of an evaluation, which is never trained; ``"train"`` for any other."""
 
     def finish(self, reward: float | None = None, later: bool = False) -> bool:
         """End the episode, durably.
@@ -128,7 +130,7 @@ class EpisodeWork:
         with exits_on_invalid_config():
             chat = open_chat(job.model)
         with exits_on_invalid_config(TaskError):
-            self._task = load_task(job.task, job.seed, chat.tokenizer, Path(connection.launch.cwd))
+            self._item_text = load_episode_items(job, chat.tokenizer, Path(connection.launch.cwd))
         self._endpoint = LoopbackEndpoint(
             job, connection.run.id, connection.keys.secret, chat, ask, status.endpoint_changed
         )
@@ -185,9 +187,10 @@ class EpisodeWork:
             self._attempts[leased.episode] = attempt
             self._status.attempts_changed(len(self._attempts))
         try:
-            item = self._task.prompt(leased.item)
+            item = self._item_text(leased.item, leased.evaluation)
         except BaseException as error:  # user code may raise anything
-            self.fail(attempt, f"prompt({leased.item}) of [task] raised {shortened(error)}")
+            table = "eval" if leased.evaluation else "task"
+            self.fail(attempt, f"prompt({leased.item}) of [{table}] raised {shortened(error)}")
             return None
         return Episode(self, attempt, item, self._endpoint.base_url, self._endpoint.api_key(leased))
 

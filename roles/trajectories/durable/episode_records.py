@@ -89,7 +89,8 @@ class EpisodeRecords:
                 for number in episode.turns.keys() - {*counted}:
                     self._answers.pop(number, None)  # rollouts must not extend an incomplete ancestor
                     self.changed.add(number)
-                self._count_finished(track, episode)
+                if not track.group.is_evaluated:
+                    self._count_finished(track, episode)
 
     def grown(self, turn: TrajectoryState) -> None:
         """Note that segments were added to a turn, or that it is complete."""
@@ -102,7 +103,9 @@ class EpisodeRecords:
             self.counted = replace(self.counted, dropped=self.counted.dropped + len(group.trajectories))
 
     def _start(self, record: AttemptStarted, group: Group, episode: EpisodeState) -> None:
-        if episode.recorded:
+        if group.is_evaluated:  # the counts are of the episodes that are trained
+            pass
+        elif episode.recorded:
             self.counted = replace(self.counted, replayed=self.counted.replayed + 1)
         elif episode.attempt:
             self.counted = replace(self.counted, retried=self.counted.retried + 1)
@@ -123,7 +126,7 @@ class EpisodeRecords:
                 given = pack_tokens(whole[length : length + created.offset - end]) + created.given
                 other.turn = replace(created, offset=end, given=given)
         turn.segments = list(_first(turn.segments, length))
-        turn.finished = True
+        turn.finished, turn.truncated = True, False
         self.changed.add(turn.id)
 
     def _count_finished(self, track: TrajectoryState, episode: EpisodeState) -> None:
@@ -152,7 +155,8 @@ class EpisodeRecords:
 def records_of(track: TrajectoryState) -> Iterator[Record]:
     """Yield the records that restore a trajectory or turn, except the records of its creation and of its score."""
     if track.writer is not None:
-        yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
+        ended = (track.id,) if track.finished else ()
+        yield SegmentsAppended(track.writer, tuple(track.segments), ended, ended if track.truncated else ())
     if (episode := track.episode) is None:
         return
     if episode.holder is None:

@@ -25,6 +25,8 @@ class EpisodeItem(Struct, frozen=True):
     group: int
     item: int
     attempt: int
+    evaluation: bool = False
+    """True for an episode of an evaluation; ``item`` is then the index in the evaluation's task."""
 
 
 class LeasedEpisodes(Struct, frozen=True, tag=True):
@@ -207,6 +209,8 @@ class OpenEpisode(Request[LeasedEpisodes | None], frozen=True, tag=True):
 
     request: str
     wait: float = 1.0
+    evaluation: bool = False
+    """True for an episode of an evaluation; only a job whose agents are all outside of the run has such episodes."""
 
 
 class FailAttempt(Request[Done], frozen=True, tag=True):

@@ -103,6 +103,14 @@ class StoreRules(Protocol):
         """Offer a complete trajectory to reward replicas."""
         ...
 
+    def offer_evaluated(self, episode: int) -> None:
+        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
+        ...
+
+    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
+        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
+        ...
+
 
 class _TimeLimits:
     """The time limits of attempts by agents outside of the run, and of rewards that come later.
@@ -181,6 +189,9 @@ class Episodes:
 
     def rebuild(self) -> None:
         """Build leases and queue from the state; in a job without agents, drop the groups that need agents."""
+        for answer in self._state.evaluations.answers.values():
+            if answer.episode is not None:
+                self._resume(answer.episode, _episode(answer.episode))
         for group in [group for group in self._state.groups.values() if group.has_episodes]:
             if not self._has_agents and group.unscored:
                 self._rules.drop(group, NO_AGENTS, DropCause.OTHER)
@@ -311,13 +322,27 @@ class Episodes:
             return Denied(_NO_EPISODES)
         number = self._requests.get(request.request)
         track = (
-            self._begin(request.incarnation, request.request) if number is None else self._state.trajectories[number]
+            self._begin(request.incarnation, request.request, evaluated=request.evaluation)
+            if number is None
+            else self._state.trajectories[number]
         )
         return LeasedEpisodes(() if track is None else (self._item(track),))
 
-    def _begin(self, incarnation: Incarnation, request: str | None) -> TrajectoryState | None:
-        """Begin an attempt at the next episode. Return the episode, or None if no episode may begin now."""
+    def _begin(
+        self, incarnation: Incarnation, request: str | None, *, evaluated: bool = False
+    ) -> TrajectoryState | None:
+        """Begin an attempt at the next episode. Return the episode, or None if no episode may begin now.
+
+        An agents replica gets the episodes of an evaluation first. An agent outside of the run, which makes a
+        ``request``, gets them only if it asks for them (``evaluated``).
+        """
         weights = self._state.committed if self._rules.newest_weights is None else self._rules.newest_weights
+        if evaluated or request is None:
+            track = self._rules.evaluated_episode(outside=evaluated)
+            if track is not None:
+                self._start(track, incarnation, weights, request)
+            if track is not None or evaluated:
+                return track
         while True:
             track = self._first()
             if not self._staleness.allows(track.group if track else None, weights):
@@ -359,7 +384,7 @@ class Episodes:
 
     def _item(self, track: TrajectoryState) -> EpisodeItem:
         created = track.group.created
-        return EpisodeItem(track.id, created.group, created.item, _episode(track).attempt)
+        return EpisodeItem(track.id, created.group, created.item, _episode(track).attempt, track.group.is_evaluated)
 
     def _end_attempt(self, track: TrajectoryState, reason: str, failures: int, *, replay: bool = False) -> None:
         """End an attempt without a result, so that a replica may begin the next attempt.
@@ -372,7 +397,10 @@ class Episodes:
             self._work.withdraw(list(episode.turns.values()))
         self._release(track)
         self._durable.write(AttemptFailed(track.id, episode.attempt, failures, reason, replay))
-        heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
+        if track.group.is_evaluated:
+            self._rules.offer_evaluated(track.id)
+        else:
+            heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
 
     def _fail(self, number: int, attempt: int, why: str) -> Done | Denied:
         track = self._state.trajectories.get(number)

@@ -10,6 +10,11 @@ An evaluation of step s belongs to one weight version, and to the time between t
   recorded, the evaluation begins again, since the trainer may compute step s again. A recorded result never changes.
 
 Answers of an evaluation are durable like trajectories, but belong to no group, so that no step can train on them.
+
+In a job with agents, the answers are episodes, to which the rules of :mod:`..episodes` apply; here they are started,
+and their results are recorded. Agents of the run begin them before all other episodes. If all agents are outside of the
+run, nothing waits for them: an evaluation is always open, and its turns are sampled with the weights of the time. Once
+a step that must be evaluated is committed, the episodes with a score are its result; the others end.
 """
 
 from __future__ import annotations
@@ -26,14 +31,16 @@ from ....core.task_spec import EvalSpec
 from ....core.types import TRAINER, Incarnation
 from ..dispatch.lease_table import Leases
 from ..durable.evaluation_state import EvaluatedAnswer
+from ..durable.groups import Group, TrajectoryState, as_to_score
 from ..durable.log import DurableState
 from ..durable.records import (
-    FIRST_EVALUATED,
+    AnsweredBy,
     EvaluationAppended,
     EvaluationFinished,
     EvaluationScored,
     EvaluationStarted,
     PackedSegment,
+    is_evaluated,
     unpack,
     unpack_tokens,
 )
@@ -57,6 +64,7 @@ class EvaluationSettings(Struct, frozen=True):
     """Makes the prompt of an item of the evaluation's task. If it raises an exception, the item's answers do not
     count."""
     max_new_tokens: int
+    agents: AnsweredBy = ""
 
 
 class Evaluations:
@@ -66,24 +74,30 @@ class Evaluations:
         durable: State and log of the store.
         settings: Settings of the job; None if it has no evaluations.
         newest: Returns the newest weight version that the trainer has published.
+        end_leases: Ends the leases of an episode, given its group, and of its turns.
     """
 
     def __init__(
-        self, durable: DurableState, settings: EvaluationSettings | None, newest: Callable[[], NewestVersion | None]
+        self,
+        durable: DurableState,
+        settings: EvaluationSettings | None,
+        newest: Callable[[], NewestVersion | None],
+        end_leases: Callable[[Group], None],
     ) -> None:
-        self._durable, self._settings, self._newest = durable, settings, newest
+        self._durable, self._settings, self._newest, self._end_leases = durable, settings, newest, end_leases
         self._state = durable.state.evaluations
         self._leases, self._scoring_leases = Leases(), Leases()
-        self._prompts: dict[int, tuple[int, ...] | None] = {}
+        self._prompts: dict[int, Prompt | None] = {}
         """Prompts by item, which are the same in each evaluation; None if the task cannot make the prompt."""
         self._to_extend: list[int] = []
+        """Answers that no rollout extends; with agents, the episodes that no agent works on."""
         self._to_score: list[int] = []
         self._rebuild()
 
     def _rebuild(self) -> None:
         answers = self._state.answers.values()
-        self._to_extend = [answer.id for answer in answers if not answer.finished and not answer.failed]
-        self._to_score = [answer.id for answer in answers if answer.finished and not answer.settled]
+        self._to_extend = [answer.id for answer in answers if _is_free(answer)]
+        self._to_score = [answer.id for answer in answers if _awaits_score(answer)]
         heapify(self._to_extend)
         heapify(self._to_score)
 
@@ -96,9 +110,21 @@ class Evaluations:
     @property
     def _current(self) -> EvaluationStarted | None:
         """The open evaluation; None if there is none, or if a newer trainer may compute its step again."""
-        started = self._state.open
+        started, settings = self._state.open, self._settings
+        if started is None or settings is None or started.agents != settings.agents:
+            return None
         fence = self._durable.state.fences.get(TRAINER, -1)
-        return None if started is None or self._settings is None or started.incarnation < fence else started
+        return None if not self.is_outside and started.incarnation < fence else started
+
+    @property
+    def is_outside(self) -> bool:
+        """True if agents outside of the run are evaluated, for which nothing waits."""
+        return self._settings is not None and self._settings.agents == "outside"
+
+    def end_abandoned(self) -> None:
+        """End the episodes of an evaluation that will have no result, so that their agents begin no further turns."""
+        if self._state.open is not None and self._state.open.agents and self._current is None:
+            self.fail(number for number, answer in self._state.answers.items() if not answer.settled)
 
     def _is_wanted(self, step: int) -> bool:
         """Return whether the weights of a step must be evaluated and have no result yet."""
@@ -107,7 +133,7 @@ class Evaluations:
 
     def awaited(self, step: int, trainer: int) -> bool:
         """Return whether the trainer with this incarnation number has to wait for the evaluation of a step."""
-        if not self._is_wanted(step):
+        if self.is_outside or not self._is_wanted(step):
             return False
         current = self._current
         answered = current is not None and (current.step, current.incarnation) == (step, trainer)
@@ -116,7 +142,7 @@ class Evaluations:
     @property
     def last_step(self) -> float:
         """The last step of the run; inf without evaluations."""
-        return inf if self._settings is None else self._settings.steps
+        return inf if self._settings is None or self.is_outside else self._settings.steps
 
     def unfinished(self, step: int, is_free: Callable[[Incarnation | None], bool]) -> tuple[int, bool]:
         """Return how many answers the awaited evaluation of a step lacks, and whether work on one of them is free.
@@ -130,6 +156,8 @@ class Evaluations:
             published = newest is not None and newest.version.step == step
             return self._settings.count * self._settings.spec.samples, published
         left = [one.id for one in self._state.answers.values() if not one.finished and not one.failed]
+        if current.agents:  # which turns the agents will need is not known
+            return len(left), bool(left)
         return len(left), any(is_free(self._leases.holder(number)) for number in left)
 
     def wait_reason(self, step: int) -> str | None:
@@ -142,29 +170,57 @@ class Evaluations:
                 " step"
             )
         count = len(self._state.answers)
-        done = f"{count - self._state.unsettled} of {count} answers are scored"
+        answers = "answers" if not self._current.agents else "episodes"
+        done = f"{count - self._state.unsettled} of {count} {answers} are scored"
         return f"the trainer waits for the evaluation of step {step}: {done}"
 
     def _start(self) -> None:
         """Start the evaluation of the newest version, if its step must be evaluated and no other evaluation is open."""
-        newest, settings = self._newest(), self._settings
-        if newest is None or settings is None or self._current is not None or not self._is_wanted(newest.version.step):
+        newest = self._newest()
+        if newest is None or self._current is not None or self.is_outside or not self._is_wanted(newest.version.step):
             return
-        version = newest.version
-        if version.incarnation < self._durable.state.fences.get(TRAINER, -1):
-            return
-        first, samples = self._state.next, settings.spec.samples
-        self._durable.write(EvaluationStarted(version.step, version.incarnation, first, settings.count, samples))
+        if newest.version.incarnation >= self._durable.state.fences.get(TRAINER, -1):
+            self._open(newest.version.step, newest.version.incarnation)
+
+    def _open(self, step: int, incarnation: int) -> None:
+        assert self._settings is not None
+        settings, first = self._settings, self._state.next
+        self._durable.write(
+            EvaluationStarted(step, incarnation, first, settings.count, settings.spec.samples, settings.agents)
+        )
         self._leases, self._scoring_leases = Leases(), Leases()
         self._rebuild()
 
     def finish(self) -> None:
-        """Record the result of the open evaluation, if all its answers are settled and its step is committed."""
-        current = self._current
-        if current is None or self._state.unsettled or current.step > self._durable.state.committed:
+        """Record the result of the open evaluation, if all its answers are settled and its step is committed.
+
+        The result of agents outside of the run is recorded as soon as a step that must be evaluated is committed.
+        """
+        if self.is_outside:
+            self._finish_outside()
             return
-        metrics = self._state.metrics()
-        self._durable.write(EvaluationFinished(current.step, current.incarnation, metrics, self._state.next))
+        current = self._current
+        if current is not None and not self._state.unsettled and current.step <= self._durable.state.committed:
+            self._record(current.step)
+
+    def _finish_outside(self) -> None:
+        assert self._settings is not None
+        committed, steps = self._durable.state.committed, self._settings.steps
+        due, newest = self._settings.spec.newest_due(min(committed, steps), steps), max(self._state.results, default=-1)
+        if self._current is None and newest < steps:
+            self._open(committed, 0)
+        if due > newest and self._current is not None:
+            self._record(due)
+            if due < steps:
+                self._open(committed, 0)
+
+    def _record(self, step: int) -> None:
+        assert self._state.open is not None
+        metrics = self._state.metrics(self._source)
+        for answer in self._state.answers.values():
+            if answer.episode is not None:
+                self._end_leases(answer.episode.group)
+        self._durable.write(EvaluationFinished(step, self._state.open.incarnation, metrics, self._state.next))
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease(
@@ -176,7 +232,7 @@ class Evaluations:
         """
         self._start()
         current = self._current
-        if current is None or weights != current.step:
+        if current is None or weights != current.step or current.agents:
             return ()
         for number in holding or ():
             if self._may_write(incarnation, number) and not self._state.answers[number].finished:
@@ -194,14 +250,18 @@ class Evaluations:
             items.append(self._item(answer))
         return tuple(items)
 
-    def _prompt(self, item: int) -> tuple[int, ...] | None:
+    def _prompt(self, item: int) -> Prompt | None:
         if item not in self._prompts:
             assert self._settings is not None
             try:
-                self._prompts[item] = self._settings.prompt(item).tokens
+                self._prompts[item] = self._settings.prompt(item)
             except BaseException:  # user code may raise anything: one item must not end the run
                 self._prompts[item] = None
         return self._prompts[item]
+
+    def _source(self, item: int) -> str:
+        prompt = self._prompt(item)
+        return "" if prompt is None else prompt.source
 
     def _answers_to(self, item: int) -> tuple[int, ...]:
         """Return the numbers of the answers to a prompt that are not settled."""
@@ -211,14 +271,56 @@ class Evaluations:
 
     def _item(self, answer: EvaluatedAnswer) -> Item:
         assert self._settings is not None
-        assert self._state.open is not None
-        spec, started = self._settings.spec, self._state.open
-        index = answer.id - started.first
-        seed = zlib.crc32(f"{self._settings.seed} {started.step} {index}".encode()) % _SEEDS
-        sampling = Sampling(temperature=0.0) if not spec.temperature else Sampling(spec.temperature, seed=seed)
+        sampling = self._sampling(answer.id)
         so_far = tuple(unpack(segment) for segment in answer.segments)
         left = self._settings.max_new_tokens - answer.length
-        return Item(answer.id, -1, self._prompt(answer.item) or (), so_far, max(0, left), sampling)
+        prompt = self._prompt(answer.item)
+        return Item(answer.id, -1, prompt.tokens if prompt is not None else (), so_far, max(0, left), sampling)
+
+    def _sampling(self, number: int, request: str = "") -> Sampling:
+        """Return how an answer, or the turn that a request has opened in an episode, is sampled."""
+        assert self._settings is not None
+        assert self._state.open is not None
+        spec, started = self._settings.spec, self._state.open
+        place = f"{self._settings.seed} {started.step} {number - started.first} {request}".rstrip()
+        seed = zlib.crc32(place.encode()) % _SEEDS
+        return Sampling(temperature=0.0) if not spec.temperature else Sampling(spec.temperature, seed=seed)
+
+    # ── agents ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def free_episode(self, *, outside: bool) -> TrajectoryState | None:
+        """Return the next episode that no agent works on, and remove it from the queue; None if there is none.
+
+        With ``outside``, it is for an agent outside of the run.
+        """
+        self._start()
+        while self._current is not None and outside == self.is_outside and self._to_extend:
+            answer = self._state.answers.get(heappop(self._to_extend))
+            if answer is not None and answer.episode is not None and _is_free(answer):
+                return answer.episode
+        return None
+
+    def offer(self, episode: int) -> None:
+        """Offer an episode, whose attempt has ended without a result, to agents."""
+        heappush(self._to_extend, episode)
+
+    def offer_scoring(self, episode: int) -> None:
+        """Offer an episode without a reward to reward replicas."""
+        heappush(self._to_score, episode)
+
+    def fail(self, numbers: Iterable[int]) -> None:
+        """Record that episodes will never have a score."""
+        failed = tuple(numbers)
+        for number in failed:
+            if (episode := self._state.answers[number].episode) is not None:
+                self._end_leases(episode.group)
+        self._settle((), failed)
+
+    def as_leased(self, item: Item, track: TrajectoryState) -> Item:
+        """Return an item as a rollout receives it. A turn of an episode is sampled as the evaluation demands."""
+        turn = track.turn
+        if turn is None or not track.group.is_evaluated or item.sampling is not None or self._settings is None:
+            return item
+        return replace(item, sampling=self._sampling(turn.episode, turn.request))
 
     def _may_write(self, incarnation: Incarnation, number: int) -> bool:
         """Return whether an answer may be extended by an incarnation (:meth:`..leases.WorkQueue.may_write`)."""
@@ -250,8 +352,8 @@ class Evaluations:
                 continue
             answer = self._state.answers[segment.trajectory]
             length = lengths.get(answer.id, answer.length)
-            is_version = (segment.step, segment.incarnation) == (self._current.step, self._current.incarnation)
-            if segment.offset == length < segment.end <= limit and is_version and not answer.finished:
+            fits = segment.offset == length < segment.end <= limit and self._state.accepts(segment)
+            if fits and not answer.finished:
                 new.append(segment)
                 lengths[answer.id] = segment.end
             elif segment not in answer.segments:
@@ -302,12 +404,14 @@ class Evaluations:
         return tuple(self._to_score_message(self._state.answers[number]) for number in numbers)
 
     def _to_score_message(self, answer: EvaluatedAnswer) -> ToScore:
+        if answer.episode is not None:
+            return as_to_score(answer.episode)
         tokens = tuple(token for segment in answer.segments for token in unpack_tokens(segment.tokens))
         return ToScore(answer.id, answer.item, tokens, evaluation=True)
 
     def post_scores(self, scores: Iterable[Score], failed: Iterable[int]) -> None:
         """Record finite scores, and answers that cannot be scored. Ignore answers that are incomplete or settled."""
-        known = {one.id for one in self._state.answers.values() if one.finished and not one.settled}
+        known = {one.id for one in self._state.answers.values() if _awaits_score(one)}
         by_answer = {score.trajectory: score for score in scores if score.trajectory in known.difference(failed)}
         self._settle(tuple(by_answer.values()), tuple({*failed} & known - by_answer.keys()))
 
@@ -350,6 +454,13 @@ class EvaluationReports:
                 self._sent_at[step] = now
 
 
-def is_evaluated(number: int) -> bool:
-    """Return whether a trajectory's number belongs to an answer of an evaluation."""
-    return number >= FIRST_EVALUATED
+def _is_free(answer: EvaluatedAnswer) -> bool:
+    """Return whether an answer lacks tokens or, if it is an episode, an attempt."""
+    episode = None if answer.episode is None else answer.episode.episode
+    return not answer.finished and not answer.settled and (episode is None or episode.holder is None)
+
+
+def _awaits_score(answer: EvaluatedAnswer) -> bool:
+    """Return whether a reward replica must score an answer."""
+    episode = None if answer.episode is None else answer.episode.episode
+    return answer.finished and not answer.settled and (episode is None or not episode.awaits_reward)

@@ -98,8 +98,11 @@ class StalenessLimit:
     def begun_with(self, group: Group) -> float:
         """Return v, the step of the weights that the group was *begun with*.
 
-        Returns inf if the group has not begun, or if there is no limit.
+        Returns inf if the group has not begun, or if there is no limit; and -inf for an evaluated episode, which comes
+        before all groups.
         """
+        if group.is_evaluated:
+            return -inf
         return self._begun.get(group.created.group, inf)
 
     def mark_begun(self, group: Group, weights: int | None) -> bool:
@@ -134,8 +137,10 @@ class StalenessLimit:
     def allows(self, group: Group | None, weights: int | None) -> bool:
         """Return whether a rollout with weights of this step may work on ``group``, or on a new group if it is None.
 
-        A rollout that did not report its weights (None) may work on any group.
+        A rollout that did not report its weights (None) may work on any group. An evaluation has rules of its own.
         """
+        if group is not None and group.is_evaluated:
+            return self._state.evaluations.allows(weights)
         before = inf if group is None else self.begun_with(group)
         if self._limit is None or weights is None or before <= weights:
             return True

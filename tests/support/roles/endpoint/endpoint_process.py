@@ -74,7 +74,7 @@ async def _main(run: RunDir, number: int) -> None:
     async def ask(kind: Any, *arguments: Any, **named: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(client.ask(kind, *arguments, **named), loop))
 
-    routes = EpisodeRoutes(ask, run.id, keys.secret, str)
+    routes = EpisodeRoutes(ask, run.id, keys.secret, lambda item, evaluation: str(item))
     served = ServedRun(run.id, keys.secret, Policy(1.0), MAX_NEW, MAX_LENGTH)
     server = EndpointServer(Endpoint(served, CHAT, ask, routes=routes.routes()).application)
     server.start()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rrl.core.task_spec import EvalSpec
 from rrl.core.types import Incarnation
+from rrl.roles.trajectories.durable.records import AnsweredBy
 from rrl.roles.trajectories.episodes.requests import (
     EpisodeItem,
     EpisodeTurns,
@@ -22,9 +24,10 @@ from rrl.roles.trajectories.episodes.requests import (
 )
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
+from rrl.roles.trajectories.steps.evaluations import EvaluationSettings
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Denied, Done, Prompt
-from rrl.tests.support.roles.trajectories.crew import ALL, ROLLOUT, incarnation_of, lease, open_store, segment
+from rrl.tests.support.roles.trajectories.crew import ALL, MAX_NEW, ROLLOUT, incarnation_of, lease, open_store, segment
 
 AGENTS, OTHER_AGENTS = incarnation_of("agents/0"), incarnation_of("agents/1")
 CREW = (*ALL, AGENTS, OTHER_AGENTS)
@@ -33,6 +36,12 @@ CREW = (*ALL, AGENTS, OTHER_AGENTS)
 def open_agents_store(folder: Path, members: Sequence[Incarnation] = CREW, **changed: Any) -> Store:
     settings = {"episodes": EpisodeSettings(), "next_prompt": lambda item: Prompt(item * 10, ()), **changed}
     return open_store(folder, members, **settings)
+
+
+def evaluated(agents: AnsweredBy, samples: int = 2, temperature: float = 0.5, count: int = 3) -> dict[str, Any]:
+    """Return the setting of :func:`open_agents_store` for evaluations of every second step of six."""
+    spec = EvalSpec(every=2, count=count, samples=samples, temperature=temperature)
+    return {"evaluations": EvaluationSettings(spec, 6, 0, count, lambda item: Prompt(item, ()), MAX_NEW, agents)}
 
 
 def reopened(store: Store, folder: Path, members: Sequence[Incarnation] = CREW, **changed: Any) -> Store:

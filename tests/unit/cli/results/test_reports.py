@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -15,7 +17,9 @@ import rrl
 from rrl.cli import main
 from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
+from rrl.cli.views.samples import PageSamples
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.sample_texts import DecodedSample, Turn
 from rrl.core.text import span
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
@@ -178,7 +182,7 @@ def test_error_of_the_account_is_not_reported_as_a_run_that_has_not_begun(
 class Elements(HTMLParser):
     """Collects the elements of a page, and checks that they are closed in order."""
 
-    VOID = ("meta", "rect", "path", "line", "polyline", "br")
+    VOID = ("meta", "input", "rect", "path", "line", "polyline", "br")
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +191,7 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
-        if tag not in ("meta",):
+        if tag not in ("meta", "input"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -220,6 +224,28 @@ def test_page_is_one_file_without_scripts_that_loads_nothing(root: Path, capsys:
     assert "url(" not in text
     policy = [attributes["content"] for _, attributes in found if attributes.get("http-equiv")]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_samples_are_filtered_by_the_only_script_that_the_policy_of_the_page_allows() -> None:
+    turns = (Turn(False, False, HOSTILE), Turn(True, True, "4\n<em>2</em>" + 9000 * "x"))
+    sample = DecodedSample(3, 1, 20, "", 0.5, 0.5, {"format": 0.25}, None, True, 1, (2, 3), turns)
+    text = page([accounted(interrupted()).report()], [PageSamples([(12, sample)], 2)])
+    found = elements(text)
+    assert [tag for tag, _ in found if tag in ("script", "em", "pre")] == ["pre", "pre", "script"]
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = [attributes["content"] for _, attributes in found if attributes.get("http-equiv")]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "step 12 · trajectory 3 · group 1 · item 20 · reward 0.50 (format 0.25)" in text
+    assert "4\n&lt;em&gt;2" in text
+    assert not set("\x1b\x07\u202e") & set(text)
+    assert text.count("x") < 8000
+
+
+def test_page_of_a_run_whose_samples_cannot_be_read_says_why() -> None:
+    text = page([accounted(interrupted()).report()], [PageSamples(missing="no tokenizer <here>")])
+    assert "no tokenizer &lt;here&gt;" in text
+    assert not any(tag == "script" for tag, _ in elements(text))
 
 
 def test_page_has_lanes_marks_losses_and_curves() -> None:

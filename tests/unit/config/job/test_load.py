@@ -627,6 +627,17 @@ WRONG: list[tuple[str, str, str]] = [
         "job.toml:14: sampling.ahead: has no effect with staleness"
         " = 0, which lets no rollout work ahead; remove this key, or raise staleness",
     ),
+    (
+        "[task]",
+        "[sampling]\nrefill = true\ngroup_size = 1\n[task]",
+        "job.toml:13: sampling.refill: would drop every group, because the only answer of a group is compared with none;"
+        " raise group_size, or remove this key",
+    ),
+    (
+        "[task]",
+        "[sampling]\nrefill_limit = 2\n[task]",
+        "job.toml:13: sampling.refill_limit: has no effect without refill = true; remove this key, or add that",
+    ),
     ("[task]", "[sampling]\nwindow = 0\n[task]", "job.toml:13: sampling.window: must be at least 1, not 0"),
     (
         "[task]",

@@ -47,6 +47,10 @@ class RecordedResults:
                 self.failed.append((episode, attempt, why))
 
 
+def item_text(item: int, evaluation: bool) -> str:
+    return f"held-out {item}" if evaluation else f"item {item}"
+
+
 def play(
     agent: Callable[[str, str, str], Awaitable[Any]],
     store: RecordedResults,
@@ -56,7 +60,7 @@ def play(
 ) -> Attempts:
     """Make the first attempt at each of some episodes, one after the other, and return once all have ended."""
     settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
-    context = AgentContext(agent, settings, lambda i: f"item {i}", HERE.parent)
+    context = AgentContext(agent, settings, item_text, HERE.parent)
 
     async def main() -> Attempts:
         changed = asyncio.Event()
@@ -229,7 +233,7 @@ def test_cancelled_attempts_are_reported_nowhere() -> None:
         await asyncio.Event().wait()
 
     async def main() -> Attempts:
-        context = AgentContext(agent, AgentsSettings("m:f"), str, HERE.parent)
+        context = AgentContext(agent, AgentsSettings("m:f"), item_text, HERE.parent)
         attempts = Attempts(context, "http://b/v1", key_of, store, lambda: None)
         attempts.start(EpisodeItem(0, 0, 0, 1))
         await asyncio.sleep(0)

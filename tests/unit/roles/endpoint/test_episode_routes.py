@@ -22,7 +22,7 @@ from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, RUN, SECRET, USER
 from rrl.tests.support.roles.endpoint.store_turns import StoreInProcess
-from rrl.tests.support.roles.trajectories.agents import AGENTS, open_agents_store, sample
+from rrl.tests.support.roles.trajectories.agents import AGENTS, evaluated, open_agents_store, sample
 from rrl.tests.support.roles.trajectories.crew import lease
 
 RUN_KEY = run_key(RUN, SECRET)
@@ -36,10 +36,16 @@ def opened(outside: Outside) -> Any:
 class Outside:
     """An endpoint for agents outside of the run, with a real store."""
 
-    def __init__(self, folder: Path, item_text: Callable[[int], str] = "item {}".format) -> None:
-        self.store = open_agents_store(folder, episodes=EpisodeSettings(retries=0), max_new_tokens=8)
+    def __init__(
+        self,
+        folder: Path,
+        item_text: Callable[[int, bool], str] = lambda item, _: f"item {item}",
+        not_evaluated: str = "",
+        **store: Any,
+    ) -> None:
+        self.store = open_agents_store(folder, episodes=EpisodeSettings(retries=0), max_new_tokens=8, **store)
         self.served = StoreInProcess(self.store, AGENTS)
-        routes = EpisodeRoutes(self.served, RUN, SECRET, item_text)
+        routes = EpisodeRoutes(self.served, RUN, SECRET, item_text, not_evaluated)
         run = ServedRun(RUN, SECRET, Policy(1.0), max_new=8, max_length=60)
         self.server = EndpointServer(Endpoint(run, CHAT, self.served, routes=routes.routes()).application)
         self.server.start()
@@ -54,8 +60,8 @@ class Outside:
         connection.close()
         return status, replied
 
-    def open(self, **headers: str) -> Any:
-        status, opened = self.post("/rrl/v1/episodes", RUN_KEY, **headers)
+    def open(self, body: Any = None, **headers: str) -> Any:
+        status, opened = self.post("/rrl/v1/episodes", RUN_KEY, body, **headers)
         assert status == 200, opened
         return opened
 
@@ -103,7 +109,7 @@ def test_a_repeated_request_for_an_episode_gets_the_same_one(outside: Outside) -
 
 
 def test_item_whose_text_cannot_be_made_is_dropped_and_another_one_is_served(tmp_path: Path) -> None:
-    def text(item: int) -> str:
+    def text(item: int, evaluation: bool) -> str:
         return sys.exit() if item == 0 else f"item {item}"
 
     outside = Outside(tmp_path, text)
@@ -113,6 +119,40 @@ def test_item_whose_text_cannot_be_made_is_dropped_and_another_one_is_served(tmp
         outside.server.stop()
     assert outside.store.audit().dropped == {"prompt(0) of [task] raised SystemExit()": 2}
     outside.store.close()
+
+
+def test_opener_gets_an_episode_of_the_evaluation_only_if_it_asks_for_one(tmp_path: Path) -> None:
+    evaluations = evaluated("outside", samples=1, temperature=0.0)
+    outside = Outside(
+        tmp_path, lambda item, evaluation: f"{'held-out' if evaluation else 'item'} {item}", "", **evaluations
+    )
+    try:
+        trained = outside.open(**{"Idempotency-Key": "a"})
+        assert (trained["split"], trained["item"]) == ("train", "item 0")
+        opened, again = (outside.open({"split": "eval"}, **{"Idempotency-Key": "a"}) for _ in range(2))
+        assert (opened["split"], opened["item"]) == ("eval", "held-out 0")
+        assert again == opened
+        outside.answer(opened)
+        assert outside.end(opened, "finish", {"later": True}) == 200
+        assert outside.end(opened, "reward", {"reward": 1.0}) == 200
+    finally:
+        outside.server.stop()
+        outside.store.close()
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [("test", 'must be "train" or "eval"'), (3, 'must be "train" or "eval"'), ("eval", 'cannot be "eval": no table')],
+)
+def test_split_that_the_job_does_not_have_is_refused(tmp_path: Path, split: object, message: str) -> None:
+    outside = Outside(tmp_path, not_evaluated="no table")
+    try:
+        status, replied = outside.post("/rrl/v1/episodes", RUN_KEY, {"split": split})
+        assert (status, replied["error"]["param"]) == (400, "split")
+        assert message in replied["error"]["message"]
+    finally:
+        outside.server.stop()
+        outside.store.close()
 
 
 def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside, opened: Any) -> None:

@@ -256,7 +256,8 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(store: Stor
         "unscored": 1.0,
         "reward": 0.5,
         "pass@1": pytest.approx((0.5 + 0 + 1) / 3),
-        "pass@2": pytest.approx(2 / 3),
+        "avg@2": pytest.approx((1.0 + 0.0 + 0.5 + 0.0) / 4),
+        "pass@2": 0.5,
         "completion_len": 2.2,
     }
 
