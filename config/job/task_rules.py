@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from os.path import expanduser, normpath
 
+from ...core.task_spec import TaskFile
 from ..prompt_file import prompt_columns
 from .base import mistake
 from .schema import TaskFileTable, TaskTable
@@ -24,7 +25,7 @@ _RESERVED_REWARDS = ("source", "spread")
 
 def check_task(task: TaskTable, at: tuple[str, ...]) -> None:
     """Check that every key of the task table ``at`` has an effect, and that its prompt names columns of the files."""
-    source = next(name for name in ("dataset", "function", "file", "files") if getattr(task, name))
+    source = next(name for name in ("dataset", "function", "file", "files") if getattr(task, name) not in (None, ()))
     for key, sources in _SOURCES_OF_TASK_KEYS.items():
         if source not in sources and getattr(task, key) != type(task).model_fields[key].default:
             raise mistake((*at, key), f"has no effect with `{source}`; remove this key")
@@ -74,7 +75,7 @@ def check_held_out(evaluated: TaskTable, trained: TaskTable) -> None:
             text = "is a file of [task]" if trained.files else "is the file of [task]"
             raise mistake((*at, *key), f"{text}, whose rows are trained on; name another file")
     for index, one in enumerate(evaluated.files):
-        if "weight" in one.model_fields_set:
+        if one.weight != TaskFile("", "").weight:  # the default stands in a job spec that rrl has written
             text = "has no effect: an evaluation has as many prompts of each file; remove this key"
             raise mistake((*at, "files", index, "weight"), text)
     if evaluated.partial_credit:

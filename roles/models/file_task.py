@@ -37,7 +37,9 @@ class FileMix:
         largest = max(file.weight for file in files)
         shares = [file.weight / largest for file in files]
         unit = _BLOCK / sum(shares)
-        self._counts = [max(1, round(unit * share)) if share else 0 for share in shares]
+        self._counts = [
+            max(1, round(unit * share)) if file.weight else 0 for file, share in zip(files, shares, strict=True)
+        ]
         places = ((index + 0.5) / count for count in self._counts for index in range(count))
         numbers = ((file, index) for file, count in enumerate(self._counts) for index in range(count))
         self._block = [number for _, number in sorted(zip(places, numbers, strict=True))]
