@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from rrl.core.types import ReplicaId
 from rrl.tests.support.runs import check_sound, light_job, submit_here
@@ -73,9 +74,10 @@ def test_rewards_and_evaluations_are_reported_by_file_and_by_reward_after_kills(
     check_sound(run.run)
 
     out = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]
-    rows = {row["step"]: row for row in map(json.loads, out.splitlines()) if row["step"] is not None}
+    lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    of_step = {line["step"]: line for line in lines}
     for step in range(1, STEPS + 1):
-        figures = {name: value for name, value in rows[step]["metrics"].items() if name.startswith("reward")}
+        figures = {name: value for name, value in of_step[step]["metrics"].items() if name.startswith("reward")}
         assert figures == {
             "reward": 1 + 0.5 * (3 * 0.25 + 0.75) / 4,
             "reward_right": 1.0,
@@ -85,7 +87,7 @@ def test_rewards_and_evaluations_are_reported_by_file_and_by_reward_after_kills(
             "reward_spread": 0.0,
         }
     for step in (0, 6, 12):
-        figures = rows[step]["evaluation"]
+        figures = of_step[step]["evaluation"]
         assert figures["count"] == 9
         assert (figures["reward_source_new"], figures["reward_source_few"]) == (0.75, 0.5)
         assert abs(figures["reward_level"] - (6 * 0.5 + 3 * 1.0) / 9) < 1e-9
