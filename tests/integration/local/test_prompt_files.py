@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.core.types import ReplicaId
-from rrl.tests.support.runs import check_sound, light_job, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, light_job, submit_here
 
 STEPS = 12
 TABLES = """
@@ -52,6 +52,13 @@ def level(answer, row):
 LEVELS = {"plain": 0.25, "odd": 0.75, "new": 0.5, "few": 1.0}
 
 
+def _kill(run: TestRun, victim: ReplicaId) -> None:
+    before = run.state().replica(victim)
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    run.wait(lambda state: state.replica(victim).incarnation_number > before.incarnation_number)
+
+
 def test_rewards_and_evaluations_are_reported_by_file_and_by_reward_after_kills(tmp_path: Path) -> None:
     for name, level in LEVELS.items():
         numbers = range(3) if name == "few" else range(10)
@@ -62,12 +69,8 @@ def test_rewards_and_evaluations_are_reported_by_file_and_by_reward_after_kills(
     toml = toml.replace('[task]\nfunction = "light_task:make"\n', TABLES)
     run = submit_here(tmp_path, toml.replace("prompts_per_step = 2", "prompts_per_step = 4"))
     for step, victim in ((2, "trajectories/0"), (5, "reward/0")):
-        before = run.wait_steps(step).replica(ReplicaId(victim))
-        assert before.pid is not None
-        os.kill(before.pid, signal.SIGKILL)
-        run.wait(
-            lambda state, v=victim, n=before.incarnation_number: state.replica(ReplicaId(v)).incarnation_number > n
-        )
+        run.wait_steps(step)
+        _kill(run, ReplicaId(victim))
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", STEPS), state.why
     run.wait_gone()
