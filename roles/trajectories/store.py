@@ -20,7 +20,6 @@ from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
 from .durable.records import (
-    NO_SIGNAL,
     DropCause,
     Fence,
     GroupDropped,
@@ -157,7 +156,7 @@ class Store:
             self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
         )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
-        self._refill = Refill(self._state, (refill_limit or 0.0) * groups_per_batch, ignores_truncated)
+        self._refill = Refill(self._state, (refill_limit or 0.0) * groups_per_batch, ignores_truncated, self.drop)
         self._bindings = Bindings(
             self._durable,
             self._staleness,
@@ -177,8 +176,7 @@ class Store:
         self.episodes.rebuild()
         if samples is not None:  # the process before this one may have died between a commit and its samples
             samples.take(self._state, self._state.committed)
-        self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
-        self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
+        self._drop_untrainable()  # after a change of the limits, or after a crash just before a drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -445,9 +443,7 @@ class Store:
         }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(
-            math.isfinite(one) for score in scores for one in (score.reward, score.training, *score.parts.values())
-        ):
+        if not all(score.is_finite for score in scores):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -475,7 +471,7 @@ class Store:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
-        self._drop_without_signal(groups)
+        self._refill.drop_from(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
@@ -515,13 +511,10 @@ class Store:
         for track in group.trajectories:
             self._scoring.release(track.id)
 
-    def _drop_without_signal(self, groups: Iterable[Group]) -> None:
-        for group in self._refill.without_signal(groups):
-            self.drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
-
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
             self.drop(group, self._staleness.reason, DropCause.STALE)
+        self._refill.drop_from(list(self._state.groups.values()))  # the limit may have kept some before
 
     def warning(self) -> str | None:
         """Return a warning for people that no earlier call has returned; None if there is none."""
@@ -579,9 +572,7 @@ class Store:
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
         if self._state.latest != latest:
-            if not self._staleness.wait_for_late:
-                self._drop_untrainable()
-            self._drop_without_signal(list(self._state.groups.values()))  # those that the limit has kept
+            self._drop_untrainable()
         return answer
 
     def balance(
