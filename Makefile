@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
-.PHONY: setup setup-vllm setup-trainers smollm2 demo demo-agents demo-slurm test test-fast test-security test-vllm test-trainers test-gpu wheelhouse test-long \
+.PHONY: setup setup-vllm setup-trainers smollm2 demo demo-agents demo-slurm test test-fast test-security test-browser test-vllm test-trainers test-gpu wheelhouse test-long \
   test-slurm-versions test-pyslurm test-python slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
@@ -100,6 +100,12 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm and not trainers' $(FAST)
+
+# The page of rrl report in a headless Chromium, which is installed from Debian if root runs this. make test runs these tests
+# too, where Chromium is there.
+test-browser: setup
+	-@command -v chromium >/dev/null || apt-get install --yes --no-install-recommends chromium
+	RRL_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest tests/unit/cli/results/test_report_page.py
 
 # Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
 test-security: setup

@@ -29,6 +29,7 @@ from .job.check import CheckReport
 from .logs.failed import FailureRecord
 from .logs.printer import LogRecord
 from .results.reports import ReportDocument
+from .results.samples import SamplesDocument
 from .run.json_documents import RequestedFault, StartedRun, StatusFigures, UnstartedRun
 from .views.episode_trees import Episode
 from .views.explanation import DecisionRecord
@@ -65,6 +66,7 @@ OUTPUTS = {
     "logs": Output(("rrl logs --json",), Form.LINES, (LogRecord,)),
     "failures": Output(("rrl logs --failed --json",), Form.LINES, (FailureRecord,)),
     "explain": Output(("rrl explain --json",), Form.LIST, (DecisionRecord,)),
+    "samples": Output(("rrl samples --json",), Form.DOCUMENT, (SamplesDocument,)),
     "metrics": Output(("rrl metrics",), Form.LINES, (StepRow,)),
     "report": Output(("rrl report --json",), Form.DOCUMENT, (ReportDocument,)),
     "export": Output(("rrl export --json",), Form.DOCUMENT, (Exported,)),

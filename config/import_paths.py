@@ -35,6 +35,10 @@ TRACKERS = {
 """Import paths of the trackers (:class:`rrl.manager.tracking.base.Tracker`), each called with a ``TrackedRun``.
 The name is also that of the package that the tracker imports, and of the extra of rrl that installs it."""
 
+OPEN_TOKENIZER = "rrl.roles.models.tokenizer:open_tokenizer"
+"""Import path of the function that opens the tokenizer of a model, for trackers: the manager imports no code of roles,
+but the process of a tracker decodes samples."""
+
 
 class EngineRow(Struct, frozen=True):
     """An engine of rrl (:mod:`rrl.roles.rollout.engine`), and what is known of it without importing it."""

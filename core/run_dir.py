@@ -136,6 +136,8 @@ class RunDir:
         self.store = path / "trajectories"
         self.audit = self.store / "audit.json"
         """The fate of every trajectory, which the store writes when it is stopped."""
+        self.samples = path / "samples"
+        """Some trajectories of each committed step (:mod:`.samples_file`). The first writer creates the folder."""
         self.checkpoints = path / "checkpoints"
         self.exports = path / "exports"
         """``step-<n>``: checkpoints that the run itself has exported (``[roles.trainer] export``)."""

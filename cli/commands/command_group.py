@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 SECTIONS = {
     "Prepare a job": ("init", "check", "schema", "completion"),
     "Start, watch and end runs": ("submit", "status", "top", "list", "logs", "cancel", "resume", "rm", "manage"),
-    "Understand a run, and get its results": ("explain", "report", "metrics", "track", "export"),
+    "Understand a run, and get its results": ("samples", "explain", "report", "metrics", "track", "export"),
     "Change a run in progress": ("restart", "resize", "drain", "undrain", "inject"),
     "Train agents": ("episodes", "endpoint", "relay"),
     "Look after a site": ("doctor", "health"),

@@ -89,6 +89,45 @@ def metrics(
     raise typer.Exit(command.metrics(run, as_csv=csv, follow=follow))
 
 
+@app.command(short_help="Show what the model answered in a step.")
+def samples(
+    run: Run = None,
+    step: Annotated[
+        int | None,
+        typer.Argument(metavar="STEP", show_default=False, help="A committed step. Default: the newest one."),
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default=False, help="The N trajectories of highest reward.")
+    ] = None,
+    worst: Annotated[
+        int | None, typer.Option(min=1, metavar="N", show_default=False, help="The N trajectories of lowest reward.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(min=0, metavar="G", show_default=False, help="The answers to one prompt.")
+    ] = None,
+    grep: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", show_default=False, help="Those with this text in the prompt or answer."),
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids instead of text.")] = False,
+    json: Json = False,
+) -> None:
+    """Show prompts, answers, rewards and advantages of a committed step (docs/samples.md).
+
+    The store keeps some trajectories of each step, and all trajectories of the newest steps: --best, --worst, --group
+    and --grep look through all that are there. The run may be at work or have ended.
+
+    \b
+    rrl samples quick              the newest step
+    rrl samples quick 40 --worst 5
+    rrl samples quick --grep "I cannot"
+    """
+    from ..results import samples as command
+
+    selection = command.Selection(best, worst, group, grep)
+    raise typer.Exit(command.samples(run, step, selection, tokens=tokens, json=json))
+
+
 @app.command(short_help="Send the steps of a run to experiment trackers.")
 def track(
     run: NamedRun,
@@ -159,13 +198,14 @@ def report(
 ) -> None:
     """Account for a run: effective training time, time lost by cause and by stage, and GPU-hours (docs/report.md).
 
-    The page also has a lane for each replica, decisions with their evidence, and curves. Only the journal is read, so
-    the run may be at work or have ended.
+    Two runs are compared: rewards and evaluations at equal steps and at equal times, and the keys of job.toml that
+    differ. The page also has a lane for each replica, decisions with their evidence, and curves. Only files of the runs
+    are read, so a run may be at work or have ended.
 
     \b
     rrl report quick                        how the time of a run was used
     rrl report quick --html quick.html      the same as a page
-    rrl report quick slow                   two runs side by side
+    rrl report quick slow                   the same of two runs, and how they compare
     """
     from ..results import reports as command
 

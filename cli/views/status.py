@@ -57,6 +57,9 @@ _SEPARATE_METRICS = (
     token_ages.RUN_MAX_METRIC,
     "unscored_groups",
     "unscored_share",
+    "completion_len_p95",
+    "completion_len_max",
+    "sampled_tokens",
 )
 """Metrics that are shown in a separate row."""
 

@@ -271,14 +271,19 @@ class _Audit(Struct, frozen=True):
     """The part of ``audit.json`` that the summary contains. The store writes this file when it is stopped."""
 
     dropped: dict[str, int] = {}
+    expected: tuple[str, ...] = ()
 
 
 def _drop_reasons(run: RunDir) -> dict[str, int]:
-    """Return the number of dropped episodes by reason; empty if the store has written no ``audit.json``."""
+    """Return the number of dropped episodes by reason; empty if the store has written no ``audit.json``.
+
+    Groups that were dropped because they have no signal are left out, since no episode of theirs has failed.
+    """
     try:
-        return msgspec.json.decode(run.audit.read_bytes(), type=_Audit).dropped
+        audit = msgspec.json.decode(run.audit.read_bytes(), type=_Audit)
     except (OSError, msgspec.MsgspecError):
         return {}
+    return {reason: count for reason, count in audit.dropped.items() if reason not in audit.expected}
 
 
 def summarize(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:

@@ -6,12 +6,13 @@ process may be killed between sending a step and recording it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import Struct
 
+from ...core.sample_texts import DecodedSample, shortened_lines
 from ...core.types import Outcome
 from ..reporting.step_metrics import MarkKind, StepRow
 
@@ -19,6 +20,9 @@ EVALUATION_PREFIX = "eval/"
 """Prefix of the names of an evaluation's results."""
 PREFIX = "rrl/"
 """Prefix of the names of values that are not metrics of the trainer."""
+SAMPLES = f"{PREFIX}samples"
+"""Name of the table of a step's samples."""
+SAMPLE_COLUMNS = ("trajectory", "group", "source", "reward", "advantage", "truncated", "age", "prompt", "answer")
 
 
 class TrackedRun(Struct, frozen=True):
@@ -43,8 +47,12 @@ class Tracker(Protocol):
     place: str
     """Where a person finds the run: an address, or a command."""
 
-    def send(self, row: StepRow) -> None:
-        """Send the row of a step. Steps come in order, from ``newest_step`` + 1 on."""
+    def send(self, row: StepRow, samples: Sequence[DecodedSample]) -> None:
+        """Send the row of a step, with a table of its samples if there are any.
+
+        Steps come in order, from ``newest_step`` + 1 on. If the process is killed in between, the same step is sent
+        again with its table.
+        """
 
     def flush(self) -> None:
         """Flush the sent data, so that it outlives this process."""
@@ -73,6 +81,24 @@ def scalars(row: StepRow) -> dict[str, float]:
     for replica, values in row.logged.items():
         numbers |= {f"{replica}/{name}": value for name, value in values.items()}
     return numbers
+
+
+def sample_rows(samples: Sequence[DecodedSample]) -> list[list[Any]]:
+    """Return the rows of a table of samples, with a value for each of ``SAMPLE_COLUMNS``."""
+    return [
+        [
+            one.trajectory,
+            one.group,
+            one.source,
+            one.reward,
+            one.advantage,
+            one.truncated,
+            one.age,
+            shortened_lines(one.prompt),
+            shortened_lines(one.answer),
+        ]
+        for one in samples
+    ]
 
 
 def annotation(row: StepRow) -> str:

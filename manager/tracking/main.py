@@ -27,8 +27,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...config.import_paths import TRACKERS
+from ...config.import_paths import OPEN_TOKENIZER, TRACKERS
 from ...core.run_dir import RunDir
+from ...core.run_spec import RunSpec
+from ...core.sample_texts import Decode, DecodedSample, decoded
+from ...core.samples_file import read_steps
 from ...core.text import on_one_line
 from ...core.types import Outcome
 from ...health.readers.isolation.process import set_parent_death_signal
@@ -82,6 +85,7 @@ class TrackingProcess:
         self._follower, self._rows = EventFollower(run), StepRows()
         self._unsent: list[StepRow] = []
         self._project = ""
+        self._samples = _Samples(run)
         self._outcome: Outcome | None = None
         self._finished = False
         """True once this process has sent the end of the run."""
@@ -115,6 +119,7 @@ class TrackingProcess:
             if isinstance(event, ev.RunStarted | ev.Resumed):
                 self._project = event.job.track.project or event.job.name
                 self._deadline.timeout_s = event.job.track.timeout
+                self._samples.job = event.job
                 self._outcome, self._finished = None, False
             elif isinstance(event, ev.RunEnded):
                 self._outcome = event.outcome
@@ -126,7 +131,7 @@ class TrackingProcess:
         for number, row in enumerate(rows, 1):
             if row.step is not None and row.step > self._sent:
                 with self._deadline:
-                    tracker.send(row)
+                    tracker.send(row, self._samples.of(row.step))
                 self._sent = row.step
             if number % FLUSH_ROWS == 0 or number == len(rows):
                 with self._deadline:
@@ -160,6 +165,29 @@ class TrackingProcess:
     def _note(self, tracker: Tracker) -> None:
         progress = Progress(max(0, self._sent), self._job_digest, tracker.place, self._finished)
         write_progress(self._run, self._name, progress)
+
+
+class _Samples:
+    """Reads and decodes the samples that are sent with some steps. Whatever fails here costs only the samples."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self.job: RunSpec | None = None
+        self._decode: Decode | None = None
+
+    def of(self, step: int) -> list[DecodedSample]:
+        """Return the samples of a step; empty if none are due, or if there are none."""
+        if self.job is None or not step or not (every := self.job.track.samples_every) or step % every:
+            return []
+        try:
+            found = read_steps(self._run.samples, lambda _: [step])
+            if found and self._decode is None:
+                module, _, function = OPEN_TOKENIZER.partition(":")
+                self._decode = getattr(importlib.import_module(module), function)(self.job.model).describe
+            return decoded(found[0], self._decode) if found else []
+        except Exception:  # for example, this host lacks the folder of the model
+            sys.stderr.write(f"no samples are sent of step {step}: {traceback.format_exc(limit=1)}")
+            return []
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:

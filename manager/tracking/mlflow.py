@@ -7,8 +7,10 @@ These metrics are not sent again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -17,9 +19,10 @@ from typing import TypeVar
 from mlflow.entities import Metric, Param, Run, RunTag, ViewType
 from mlflow.tracking import MlflowClient
 
+from ...core.sample_texts import DecodedSample
 from ...core.types import Outcome
 from ..reporting.step_metrics import StepRow
-from .base import PREFIX, TrackedRun, annotation, flattened, scalars
+from .base import PREFIX, SAMPLE_COLUMNS, SAMPLES, TrackedRun, annotation, flattened, sample_rows, scalars
 
 RUN_TAG = "rrl.run"
 """Tag with the id of rrl's run."""
@@ -55,9 +58,11 @@ class MlflowRun:
         self._may_be_partial = True
         self.place = f"{uri} (run {self._id})"
 
-    def send(self, row: StepRow) -> None:
-        """Log the metrics of a step."""
+    def send(self, row: StepRow, samples: Sequence[DecodedSample]) -> None:
+        """Log the metrics of a step, and before them its samples as an artifact, which a repetition overwrites."""
         assert row.step is not None
+        if samples:
+            self._send_samples(row.step, samples)
         at = int(row.at * 1000)
         metrics = [Metric(_name(name), value, at, row.step) for name, value in scalars(row).items()]
         if self._may_be_partial:
@@ -98,6 +103,14 @@ class MlflowRun:
             self._client.log_batch(self._id, params=batch)
         for batch in _batches(tags):
             self._client.log_batch(self._id, tags=batch)
+
+    def _send_samples(self, step: int, samples: Sequence[DecodedSample]) -> None:
+        """Log a table in the form of ``mlflow.log_table``, which itself needs pandas."""
+        table = {"columns": SAMPLE_COLUMNS, "data": sample_rows(samples)}
+        try:
+            self._client.log_text(self._id, json.dumps(table), f"{SAMPLES}/step_{step:08d}.json")
+        except Exception as error:  # the store of artifacts may need keys of its own; the metrics do not wait for it
+            sys.stderr.write(f"no samples are sent of step {step}: {type(error).__name__}: {error}\n")
 
     def _is_there(self, metric: Metric) -> bool:
         return any(known.step == metric.step for known in self._client.get_metric_history(self._id, metric.key))

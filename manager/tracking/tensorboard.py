@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -21,9 +22,10 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from ...core.sample_texts import DecodedSample
 from ...core.types import Outcome
 from ..reporting.step_metrics import StepRow
-from .base import PREFIX, TrackedRun, annotation, scalars
+from .base import PREFIX, SAMPLE_COLUMNS, SAMPLES, TrackedRun, annotation, sample_rows, scalars
 
 FILE_PATTERN = "events.out.tfevents.*"
 
@@ -36,16 +38,17 @@ class TensorBoardFiles:
         self.place = f"tensorboard --logdir {run.folder}"
         self._writer = EventFileWriter(str(run.folder))
         if run.changed:
-            text = "\n".join(f"    {line}" for line in json.dumps(run.job, indent=2).splitlines())
-            self._add(self._sent, time.time(), [_text(f"{PREFIX}job", text)])
+            self._add(self._sent, time.time(), [_text(f"{PREFIX}job", _code(json.dumps(run.job, indent=2)))])
 
-    def send(self, row: StepRow) -> None:
+    def send(self, row: StepRow, samples: Sequence[DecodedSample]) -> None:
         """Add the record of a step."""
         assert row.step is not None
         self._sent = row.step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         if marks := annotation(row):
             values.append(_text(f"{PREFIX}marks", marks.replace("\n", "\n\n")))
+        if samples:
+            values.append(_text(SAMPLES, "\n\n".join(map(_described, sample_rows(samples)))))
         self._add(row.step, row.at, values)
 
     def flush(self) -> None:
@@ -90,6 +93,17 @@ def _end_times(folder: Path) -> Iterator[float]:
     for event in events(folder):
         if any(value.tag == f"{PREFIX}end" for value in event.summary.value):
             yield event.wall_time
+
+
+def _described(row: Sequence[Any]) -> str:
+    """Return a row of a table of samples as Markdown, in which the texts are code, and are not interpreted."""
+    *scores, prompt, answer = zip(SAMPLE_COLUMNS, row, strict=True)
+    title = ", ".join(f"{name} {value}" for name, value in scores if value not in ("", None))
+    return "\n\n".join([title, *(f"{name}:\n\n{_code(text)}" for name, text in (prompt, answer))])
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def _text(tag: str, text: str) -> Summary.Value:

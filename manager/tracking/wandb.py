@@ -14,15 +14,17 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from ...core.sample_texts import DecodedSample
 from ...core.types import Outcome
 from ..reporting.step_metrics import StepRow
-from .base import PREFIX, TrackedRun, annotation, scalars
+from .base import PREFIX, SAMPLE_COLUMNS, SAMPLES, TrackedRun, annotation, sample_rows, scalars
 
 LOG_FILES = "wandb/*run-*/run-*.wandb"
 """The log files below the folder of the tracker."""
@@ -59,9 +61,11 @@ class WandbRun:
         else:
             self.newest_step, self.place = self._run.starting_step - 1, self._run.url or ""
 
-    def send(self, row: StepRow) -> None:
+    def send(self, row: StepRow, samples: Sequence[DecodedSample]) -> None:
         """Log a step. The step is written at once, so that a killed process leaves no step that is partly logged."""
-        values: dict[str, float | str] = {**scalars(row), "_timestamp": row.at}
+        values: dict[str, Any] = {**scalars(row), "_timestamp": row.at}
+        if samples:
+            values[SAMPLES] = wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(samples))
         if marks := annotation(row):
             values[f"{PREFIX}marks"] = marks
         self._run.log(values, step=row.step, commit=True)

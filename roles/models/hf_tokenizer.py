@@ -132,6 +132,10 @@ class FolderTokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
+    def describe(self, tokens: Sequence[int]) -> str:
+        """Return the text of all tokens, including that of special tokens, without unknown ids."""
+        return self.decode_all([token for token in tokens if token >= 0])
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text up to the end of the sequence, without special tokens and unknown ids."""
         end = next((index for index, token in enumerate(tokens) if token in self.stop_tokens), len(tokens))

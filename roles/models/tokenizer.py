@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """Return the text up to the first id of ``stop_tokens``, ignoring ids that are not text."""
         ...
 
+    def describe(self, tokens: Sequence[int]) -> str:
+        """Return the text of all tokens for people, with the names of ids that are not text."""
+        ...
+
 
 def open_tokenizer(model: ModelSpec) -> Tokenizer:
     """Open the tokenizer of a model: from its folder, else the vocabulary of ``[model.tokenizer]``.
@@ -140,3 +144,12 @@ class VocabularyTokenizer:
             if token != PAD:
                 pieces.append(self._pieces[token - _SPECIAL])
         return self._join.join(pieces)
+
+    def describe(self, tokens: Sequence[int]) -> str:
+        """Return the text of all tokens; ``<pad>``, ``<eos>`` and ``<ID>`` stand for ids that are not text."""
+        return self._join.join(self._name(token) for token in tokens)
+
+    def _name(self, token: int) -> str:
+        if _SPECIAL <= token < self.size:
+            return self._pieces[token - _SPECIAL]
+        return {PAD: "<pad>", EOS: "<eos>"}.get(token, f"<{token}>")

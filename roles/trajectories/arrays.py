@@ -33,6 +33,8 @@ class Sequences(Struct, frozen=True, eq=False, kw_only=True):
     """Number of tokens of each sequence, with its prompt."""
     trained: NDArray[numpy.int64]
     """Number of tokens of each sequence that are trained."""
+    truncated: NDArray[numpy.bool_]
+    """True for each sequence with an answer that the limit on its length cut."""
 
 
 class Arrays(Sequences, frozen=True, eq=False, kw_only=True):
@@ -144,6 +146,7 @@ def _sequences(trajectories: Sequence[PackedTrajectory]) -> Sequences:
         prompt_lengths=prompt_lengths,
         lengths=prompt_lengths + lengths,
         trained=numpy.array(lengths, numpy.int64) - masked,
+        truncated=numpy.array([one.truncated for one in trajectories], numpy.bool_),
     )
 
 

@@ -152,4 +152,5 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
         training=packed.training,
         masked=packed.masked,
         extras={name: data for name, _, data in packed.extras},
+        truncated=packed.truncated,
     )

@@ -123,7 +123,7 @@ class GroupMaker:
         estimate = self._state.lengths.expect(prompt.tokens) if self._state.lengths.separates else None
         expected = estimate.mean if estimate else None
         tokens = pack_tokens(prompt.tokens)
-        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected))
+        self._durable.write(GroupCreated(number, first, self._group_size, prompt.item, tokens, expected, prompt.source))
         return self._state.groups[number]
 
     def _next_prompt(self) -> Prompt | None:

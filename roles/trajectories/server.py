@@ -25,7 +25,8 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.tasks import Task, TaskError, load_evaluation_task, load_task
+from ..models.file_task import FileMix
+from ..models.tasks import Task, TaskError, load_evaluation_task, load_task, source_of
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .durable.records import AnsweredBy, LogFormatError
 from .episodes.followers import TurnFollowers
@@ -35,6 +36,7 @@ from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .partition import cut
 from .prompts import first_item_with_prompt, prompt_encoder
+from .samples import Samples
 from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
 from .types import (
@@ -416,38 +418,42 @@ def _current_incarnations(peers: Peers) -> frozenset[Incarnation]:
     return frozenset(peer.incarnation for peer in peers.peers.values())
 
 
-def _prompts_and_evaluations(job: RunSpec, folder: Path) -> tuple[Callable[[int], Prompt], EvaluationSettings | None]:
+def _prompts_and_evaluations(
+    job: RunSpec, tokenizer: Tokenizer, folder: Path
+) -> tuple[Callable[[int], Prompt], EvaluationSettings | None]:
     """Return the function that makes the prompt of an item, and the settings of evaluations (None without evaluations).
 
-    Ends the process if the model or a task is invalid, or if the first items have no prompts. The returned function
+    Ends the process if a task is invalid, or if the first items have no prompts. The returned function
     raises ValueError for a prompt that is empty or too long for an answer to follow, and any exception that the task
     raises.
 
     Args:
         job: The run spec.
+        tokenizer: The model's tokenizer.
         folder: The job's folder, for the files of its tasks.
     """
     if _episode_settings(job) is not None:  # agents make the prompts themselves
-        return _no_prompt, _evaluated_episodes(job, folder) if job.eval is not None else None
-    with exits_on_invalid_config():
-        tokenizer = open_tokenizer(job.model)
+        source = FileMix(job.task.files).source if job.task.files else lambda item: ""
+        return _unprompted(source), _evaluated_episodes(job, folder) if job.eval is not None else None
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, tokenizer, folder)
     prompts = _checked_prompts(job, tokenizer, task)
     return prompts, _evaluations(job, tokenizer, folder) if job.eval is not None else None
 
 
-def _no_prompt(item: int) -> Prompt:
-    return Prompt(item, ())
+def _unprompted(source: Callable[[int], str]) -> Callable[[int], Prompt]:
+    """Return the function that makes the items of agents, which have no tokens but a source."""
+    return lambda item: Prompt(item, (), source(item))
 
 
 def _evaluated_episodes(job: RunSpec, folder: Path) -> EvaluationSettings:
     """Return the settings of the evaluations of a job with agents. Ends the process if their task is invalid."""
     assert job.eval is not None
     with exits_on_invalid_config(TaskError):
-        _, count = load_evaluation_task(job, None, folder)
+        task, count = load_evaluation_task(job, None, folder)
     agents: AnsweredBy = "own" if job.agents is not None else "outside"
-    return EvaluationSettings(job.eval, job.steps, job.seed, count, _no_prompt, job.sampling.max_new_tokens, agents)
+    items = _unprompted(lambda item: source_of(task, item))
+    return EvaluationSettings(job.eval, job.steps, job.seed, count, items, job.sampling.max_new_tokens, agents)
 
 
 def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable[[int], Prompt]:
@@ -455,7 +461,7 @@ def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable
     encode = prompt_encoder(job, tokenizer)
 
     def prompt(item: int) -> Prompt:
-        return encode(item, task.prompt(item))
+        return msgspec.structs.replace(encode(item, task.prompt(item)), source=source_of(task, item))
 
     with exits_on_invalid_config():  # for example, the vocabulary lacks a character of every prompt
         first_item_with_prompt(prompt)
@@ -471,7 +477,9 @@ def _evaluations(job: RunSpec, tokenizer: Tokenizer, folder: Path) -> Evaluation
     return EvaluationSettings(job.eval, job.steps, job.seed, count, prompt, job.sampling.max_new_tokens)
 
 
-def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: EvaluationSettings | None) -> Store:
+def _open_store(
+    me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: EvaluationSettings | None, end_tokens: frozenset[int]
+) -> Store:
     sampling = me.job.sampling
     return Store(
         me.run_dir.store,
@@ -492,6 +500,10 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt], evaluations: E
         episodes=_episode_settings(me.job),
         evaluations=evaluations,
         rollout_roles=frozenset(role.name for role in me.job.kind("rollout")),
+        end_tokens=end_tokens,
+        refill_limit=sampling.refill_limit if sampling.refill else None,
+        ignores_truncated=me.job.trainer.truncated == "drop",
+        samples=Samples(me.run_dir.samples, me.job) if me.job.samples.per_step else None,
     )
 
 
@@ -551,10 +563,12 @@ async def _serve(me: rrl.Worker, store: Store, cleaner: CheckpointCleaner) -> No
 def main() -> None:
     """Run the trajectory store until the manager stops it, then write the audit."""
     me = rrl.join()
-    prompts, evaluations = _prompts_and_evaluations(me.job, Path(me.launch.cwd))
+    with exits_on_invalid_config():
+        tokenizer = open_tokenizer(me.job.model)
+    prompts, evaluations = _prompts_and_evaluations(me.job, tokenizer, Path(me.launch.cwd))
     with me:
         with exits_on_invalid_config(LogFormatError):
-            store = _open_store(me, prompts, evaluations)
+            store = _open_store(me, prompts, evaluations, tokenizer.stop_tokens)
         with CheckpointCleaner(me.run_dir.checkpoints, me.job.trainer.keep_checkpoints) as cleaner:
             with me.phase("serve"):
                 asyncio.run(_serve(me, store, cleaner))

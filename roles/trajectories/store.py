@@ -17,12 +17,13 @@ from ...core.run_spec import ExtraSpec, batches_ahead
 from ...core.types import TRAINER, DataReport, Incarnation, OutsideKind, OutsideWait, Version, is_trainer, role_of
 from ..checkpoints.retention import CommitStatus
 from .durable.audit import Audit
-from .durable.groups import Group, TrajectoryState, as_item, as_to_score, new_segments
+from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
 from .durable.records import (
     DropCause,
     Fence,
     GroupDropped,
+    Outcomes,
     PackedSegment,
     ScoresRecorded,
     SegmentsAppended,
@@ -31,15 +32,16 @@ from .durable.records import (
 )
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
-from .partition import cut
+from .partition import Division, cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
+from .samples import Samples
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings
+from .steps.figures import Refill, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
     Balance,
-    By,
     CommittedState,
     Denied,
     Done,
@@ -58,8 +60,6 @@ from .types import (
 )
 from .versions import VersionDirectory
 
-MAX_LEASED_EXTRAS = 128 * 2**20
-"""Maximum bytes of the extras in an answer to a request for work, unless it has one trajectory: half a message."""
 _CREATED_PER_REQUEST = 64
 """Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
 
@@ -93,6 +93,12 @@ class Store:
         episodes: Settings of a job with agents, whose groups have an empty prompt; None for any other job.
         evaluations: Settings of a job with evaluations; None for any other job.
         rollout_roles: Names of the roles that generate beside the guests.
+        end_tokens: Tokens that end an answer. An answer with ``max_new_tokens`` tokens, of which the last is none of
+            them, was cut.
+        refill_limit: Number of groups without signal, as a multiple of ``groups_per_batch``, that are dropped between
+            two steps; None if groups are trained without signal, too.
+        ignores_truncated: Whether answers that were cut give a group no signal.
+        samples: Keeps samples of the committed steps; None to keep none.
 
     Raises:
         LogDamaged: Durable records cannot be read.
@@ -122,20 +128,25 @@ class Store:
         episodes: EpisodeSettings | None = None,
         evaluations: EvaluationSettings | None = None,
         rollout_roles: Collection[str] = ("rollout",),
+        end_tokens: Collection[int] = (),
+        refill_limit: float | None = None,
+        ignores_truncated: bool = False,
+        samples: Samples | None = None,
     ) -> None:
+        self._samples = samples
         self._group_size, self._rollout_roles = group_size, rollout_roles
         self._has_agents = episodes is not None
         self._extras = extras or {}
         raised_to = staleness if fleet_varies else None
         self._batches_ahead = partial(batches_ahead, max_ahead_batches, raised_to, group_size * groups_per_batch)
         self._max_new = max_new_tokens
+        self._end_tokens = end_tokens
         self._per_batch = groups_per_batch
         self._prompts = ItemPrompts(next_prompt)
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
-        self._division: tuple[int, int, By] = -1, 0, "group"
-        """The newest incarnation of the trainer that has requested shares, and their ``world`` and ``by``."""
+        self._division = Division()
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens, retained_commits)
@@ -145,6 +156,7 @@ class Store:
             self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
         )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._refill = Refill(self._state, (refill_limit or 0.0) * groups_per_batch, ignores_truncated, self.drop)
         self._bindings = Bindings(
             self._durable,
             self._staleness,
@@ -153,6 +165,7 @@ class Store:
             max_part_bytes=max_part_bytes,
             keep_uncommitted=keep_uncommitted + checkpoint_every - 1,
             checkpoint_every=checkpoint_every,
+            ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
@@ -161,7 +174,9 @@ class Store:
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
         self.episodes.rebuild()
-        self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
+        if samples is not None:  # the process before this one may have died between a commit and its samples
+            samples.take(self._state, self._state.committed)
+        self._drop_untrainable()  # after a change of the limits, or after a crash just before a drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -175,6 +190,8 @@ class Store:
         After OSError or Superseded this store is unusable, and none of these answers may be sent.
         """
         self._durable.flush()
+        if self._samples is not None:
+            self._samples.write(self._state.committed)
 
     @property
     def changed_turns(self) -> set[int]:
@@ -278,28 +295,13 @@ class Store:
             leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
             tracks += leased
             shared = self._work.by_length or not leased
-        tracks = self._within_message(tracks)
+        if self._extras:
+            tracks = self._work.within_message(tracks)
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
         items = (self.evaluations.as_leased(as_item(track, self._max_new), track) for track in tracks)
         return Leased(tuple(items), outdated)
-
-    def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
-        """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
-
-        Only the extras of the tokens that they have already can make a message too large.
-        """
-        left, count = MAX_LEASED_EXTRAS, 0
-        while self._extras and count < len(tracks):
-            left -= sum(len(data) for segment in tracks[count].segments for _, _, data in segment.extras)
-            if left < 0 and count:
-                self._work.withdraw(tracks[count:])
-                for track in tracks[count:]:
-                    self._work.offer(track)
-                return tracks[:count]
-            count += 1
-        return tracks
 
     def _create_groups(self, weights: int | None) -> None:
         """Create a group if no trajectory waits for a rollout and the limits allow it.
@@ -368,7 +370,8 @@ class Store:
             return Denied(text, lost=tuple(sorted(lost)))
         append_evaluated()
         if new or ends:
-            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends))))
+            truncated = cut_answers(self._state.answers, new, ends, self._max_new, self._end_tokens)
+            self._durable.write(SegmentsAppended(incarnation, tuple(new), tuple(sorted(ends)), truncated))
         for packed in new:
             self._work.leases.assign(packed.trajectory, incarnation)
         for trajectory in ends & self._state.trajectories.keys():
@@ -440,7 +443,7 @@ class Store:
         }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in scores):
+        if not all(score.is_finite for score in scores):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -456,15 +459,16 @@ class Store:
 
     def scored(self, trajectories: Iterable[int]) -> None:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
-        groups = set()
+        groups: dict[Group, None] = {}
         for trajectory in trajectories:
             self._scoring.release(trajectory)
-            groups.add(self._state.trajectories[trajectory].group)
+            groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
             if not group.unscored:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
+        self._refill.drop_from(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
@@ -484,7 +488,8 @@ class Store:
                 self._bindings.remove(group)
             self._staleness.forget(group, complete=not group.unscored)
         self._end_leases(group)
-        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause))
+        outcomes = outcomes_of(group) if cause is DropCause.NO_SIGNAL else Outcomes()
+        self._durable.write(GroupDropped(group.created.group, len(group.trajectories), reason, cause, outcomes))
 
     def _end_leases(self, group: Group) -> None:
         self._work.withdraw(list(group.answers))
@@ -495,6 +500,7 @@ class Store:
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
             self.drop(group, self._staleness.reason, DropCause.STALE)
+        self._refill.drop_from(list(self._state.groups.values()))  # the limit may have kept some before
 
     def warning(self) -> str | None:
         """Return a warning for people that no earlier call has returned; None if there is none."""
@@ -546,12 +552,12 @@ class Store:
         request is out of order, or ``share`` is of another division than that of the incarnation's other ranks. Returns
         NotReady while too few groups can be bound (:mod:`.steps.bindings`).
         """
-        if rejection := self._check_trainer(incarnation) or self._check_division(incarnation, share):
+        if rejection := self._check_trainer(incarnation) or self._division.check(incarnation, share):
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
-        if self._state.latest != latest and not self._staleness.wait_for_late:
+        if self._state.latest != latest:
             self._drop_untrainable()
         return answer
 
@@ -600,21 +606,6 @@ class Store:
         first = self._work.first()
         may_begin = self._may_begin_group and self._staleness.allows(None, step)
         return may_begin or (first is not None and self._staleness.allows(first.group, step))
-
-    def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
-        """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""
-        if share is None:
-            return None
-        before, division = self._division, (incarnation.number, share.world, share.by)
-        if before[0] != incarnation.number:
-            self._division = before = division
-        if before == division:
-            return None
-        return Denied(
-            f"{incarnation} asks for a share of {share.world} by {share.by}, but another rank has asked for a share of"
-            f" {before[1]} by {before[2]}: all ranks must pass the same world and the same by",
-            wrong_argument=True,
-        )
 
     def wait_reason(self, number: int, index: int | None = None) -> str | None:
         """Return a text for people that says why batch ``number``, or a part of it, cannot be bound yet.
@@ -685,6 +676,8 @@ class Store:
             return rejection
         if incarnation != incarnation.gang:
             return Denied(f"{incarnation} cannot commit: only the first member of its gang, {incarnation.gang}, can")
+        if self._samples is not None:
+            self._samples.take(self._state, number)
         answer = self._bindings.commit(incarnation, number, manifest, digest, metrics or {}, earlier)
         self.evaluations.finish()
         return answer

@@ -8,6 +8,7 @@ idempotent: a client that receives no answer sends the same request again.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
@@ -111,6 +112,11 @@ class Score(Struct, frozen=True, array_like=True):
     parts: dict[str, float] = {}
     """The rewards of which ``reward`` is the weighted sum, by name ([task.rewards])."""
 
+    @property
+    def is_finite(self) -> bool:
+        """False if one of the rewards is infinite or not a number."""
+        return all(map(math.isfinite, (self.reward, self.training, *self.parts.values())))
+
 
 class Trajectory(Struct, frozen=True):
     """A complete, scored trajectory as the trainer reads it.
@@ -135,7 +141,7 @@ class Trajectory(Struct, frozen=True):
     tokens; of an extra ``per_trajectory`` in several turns of an episode, the last. Empty in a gang if another member
     trains on the trajectory."""
     truncated: bool = False
-    """True if a limit cut the answer or, of an episode, an answer on the path of the sample."""
+    """True if the limit on its length cut the answer or, of an episode, an answer in the sample."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -167,16 +173,6 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     def length(self) -> int:
         """Number of tokens after the prompt."""
         return sum(count for count, _, _ in self.runs)
-
-    @property
-    def trained_runs(self) -> tuple[tuple[int, int], ...]:
-        """The ``runs`` without those that ``masked`` excludes (only whole entries), as (token count, training step)."""
-        masked, runs, at = dict(self.masked), [], 0
-        for count, step, _ in self.runs:
-            if at not in masked:
-                runs.append((count, step))
-            at += count
-        return tuple(runs)
 
 
 By = Literal["group", "sequence"]
@@ -374,8 +370,6 @@ class Append(Request[Done], frozen=True, tag=True):
     finished: tuple[int, ...] = ()
     lease: LeaseWork | None = None
     hands_over: bool = False
-    truncated: tuple[int, ...] = ()
-    """Those of ``finished`` that a limit cut."""
 
 
 class LeaseScoring(Request[Scoring | None], frozen=True, tag=True):

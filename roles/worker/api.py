@@ -367,8 +367,8 @@ class Worker:
             number: the step, as in ``batch.number``.
             files: the checkpoint's files and folders, all below one folder that :meth:`checkpoint_dir` returned. All
                 files in a folder belong to the checkpoint, at any depth. They are made durable first.
-            metrics: metrics of the step, added to the metrics of the batch. One that has the name of those, such as
-                ``reward``, is reported as ``trainer_reward``.
+            metrics: metrics of the step. The store adds its own (docs/glossary.md). A metric with the name of one of
+                those, such as ``reward``, is reported as ``trainer_reward``.
             digests: results of :meth:`digests`, of files that are already durable.
 
         Raises:

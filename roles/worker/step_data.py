@@ -33,7 +33,7 @@ class StepData:
         wait_data: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._connection, self._stream, self._wait_data = connection, sampling.stream, wait_data
-        self.uncommitted = UncommittedSteps(sampling.staleness)
+        self.uncommitted = UncommittedSteps()
         """The uncommitted steps whose data were returned; none in a member that cannot commit."""
 
     def part(self, number: int, index: int | None, share: Share | None) -> Part | None:

@@ -1,59 +1,27 @@
-"""The steps that a trainer has received and not committed: the data that their commits need, computed part by part.
-
-A step that was received as a whole batch is a step of one part.
-"""
+"""The steps that a trainer has received and not committed: the data that their commits need."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...core.text import shortened
 from ..trajectories.types import PackedPart, TrainedStep
 
-BATCH_METRICS = frozenset(
-    {
-        "reward",
-        "training_reward",
-        "parts",
-        "token_age_run_max",
-        "token_age_p50",
-        "token_age_max",
-        "unscored_groups",
-        "unscored_share",
-        "stale_groups",
-        "stale_share",
-    }
-)
-"""Metrics of a step that are computed from its batch."""
-
 
 class UncommittedSteps:
-    """The uncommitted steps of which all parts were received, by number, with their metrics.
+    """The uncommitted steps of which all parts were received, by number, with the metrics that the trainer has given.
 
-    The metrics are computed from the batch: ``reward`` and ``training_reward``, the number of ``parts``, and the ages
-    of the tokens. If groups could not be scored, also their number and share. If the job limits staleness, also number
-    and share of stale groups. A trainer's own metric of such a name is kept as ``trainer_<name>``. The thread that
-    receives parts adds them; another thread may commit earlier steps meanwhile.
-
-    Args:
-        staleness: ``[sampling] staleness``.
+    The thread that receives parts adds them; another thread may commit earlier steps meanwhile.
     """
 
-    def __init__(self, staleness: int | None) -> None:
-        self._staleness = staleness
-        self._begun = _BatchMetrics()
+    def __init__(self) -> None:
         self._complete: dict[int, TrainedStep] = {}
 
     def add(self, part: PackedPart) -> None:
-        """Add a received part. Part 0 begins its step anew: earlier parts of an incomplete step are dropped."""
-        if part.index == 0:
-            self._begun = _BatchMetrics()
-        self._begun.add(part)
+        """Add a received part; the last one completes its step, even one whose parts are received again."""
         if part.last:
-            metrics = self._begun.of_step(part, self._staleness)
-            self._complete[part.number] = TrainedStep(part.number, part.digest, metrics)
+            self._complete[part.number] = TrainedStep(part.number, part.digest, {})
 
     def get(self, number: int) -> TrainedStep:
         """Return the uncommitted step ``number``.
@@ -78,7 +46,7 @@ class UncommittedSteps:
         self._complete[number] = self.with_metrics(number, metrics)
 
     def with_metrics(self, number: int, metrics: Mapping[str, float]) -> TrainedStep:
-        """Return the uncommitted step ``number`` with further metrics, none of which replaces one of the batch.
+        """Return the uncommitted step ``number`` with further metrics.
 
         Raises:
             TypeError: ``metrics`` is not a mapping of names to numbers.
@@ -88,8 +56,7 @@ class UncommittedSteps:
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics of step {number}: {shortened(metrics)} is not a dict of names and numbers")
         numbers = {name: _as_number(number, name, value) for name, value in metrics.items()}
-        added = {f"trainer_{name}" if name in BATCH_METRICS else name: value for name, value in numbers.items()}
-        return TrainedStep(number, step.digest, step.metrics | added)
+        return TrainedStep(number, step.digest, step.metrics | numbers)
 
     def before(self, number: int) -> tuple[TrainedStep, ...]:
         """Return the uncommitted steps before step ``number``, in order."""
@@ -111,55 +78,3 @@ def _as_number(step: int, name: object, value: object) -> float:
         with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # a tensor may raise any of them
             return float(value)  # type: ignore[arg-type]
     raise TypeError(f"metrics of step {step}: {shortened(name)} = {shortened(value)} is not a name and a number")
-
-
-class _BatchMetrics:
-    """Sums over the received parts of one step, from which the step's metrics are computed.
-
-    Ages are in training steps: 0 for a token that was sampled with the weights from which the step starts.
-    """
-
-    def __init__(self) -> None:
-        self._reward, self._training, self._trajectories, self._groups, self._parts = 0.0, 0.0, 0, 0, 0
-        self._tokens = Counter[int]()
-        """Number of tokens by age."""
-
-    def add(self, part: PackedPart) -> None:
-        self._parts += 1
-        self._groups += len(part.groups)
-        trajectories = {trajectory.id: trajectory for trajectory in part.trajectories}  # an episode has many samples
-        self._trajectories += len(trajectories)
-        self._reward = sum((one.reward for one in trajectories.values()), self._reward)
-        self._training = sum((one.training for one in trajectories.values()), self._training)
-        for trajectory in part.trajectories:
-            for count, step in trajectory.trained_runs:
-                self._tokens[max(0, part.number - 1 - step)] += count
-
-    def of_step(self, last: PackedPart, staleness: int | None) -> dict[str, float]:
-        """Return the metrics of the step that the part ``last`` completes."""
-        tokens = self._tokens
-        metrics = {
-            "reward": self._reward / max(1, self._trajectories),
-            "training_reward": self._training / max(1, self._trajectories),
-            "parts": float(self._parts),
-            "token_age_run_max": float(last.max_age),
-        }
-        if tokens:
-            metrics["token_age_p50"], metrics["token_age_max"] = float(_median(tokens)), float(max(tokens))
-        if last.unscored:
-            metrics["unscored_groups"] = float(last.unscored)
-            metrics["unscored_share"] = last.unscored / (last.unscored + last.number * self._groups)
-        if staleness is not None:
-            metrics["stale_groups"] = float(last.stale)
-            metrics["stale_share"] = last.stale / (last.stale + last.number * self._groups)
-        return metrics
-
-
-def _median(counts: Counter[int]) -> int:
-    """Return the lower median of the keys, each weighted by its count."""
-    before, half = 0, counts.total() / 2
-    for value in sorted(counts):
-        before += counts[value]
-        if before >= half:
-            return value
-    raise ValueError("cannot compute the median: all counts are zero")

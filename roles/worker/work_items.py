@@ -306,8 +306,16 @@ class ScoringLease:
 
 def _check_scores(scores: Sequence[Score]) -> None:
     """Raise Misuse if a score is malformed. The store would drop the request, which would be repeated forever."""
-    for one in scores:  # scalars of numpy are sent as numbers
-        wrong = isinstance(one.trajectory, float | str | None)
-        if wrong or any(isinstance(each, str | bytes | None) for each in (one.reward, one.training)):
-            expected = "rrl.Score(trajectory, reward, training) with an int and two numbers"
+    for one in scores:
+        if _is_malformed(one):
+            expected = "rrl.Score(trajectory, reward, training) with an int and two numbers; parts has numbers"
             raise Misuse(f"a score is {shortened(one)}; expected {expected}")
+
+
+def _is_malformed(score: Score) -> bool:
+    if isinstance(score.trajectory, float | str | None) or not isinstance(score.parts, dict):
+        return True
+    numbers = (score.reward, score.training, *score.parts.values())  # scalars of numpy are sent as numbers
+    return any(isinstance(each, str | bytes | None) for each in numbers) or not all(
+        isinstance(name, str) for name in score.parts
+    )

@@ -1,21 +1,29 @@
-"""The report of one run or two as one self-contained HTML page without scripts. The functions are pure.
+"""The report of one run or two as one self-contained HTML page. The functions are pure.
 
-The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input.
+The shapes are computed in ``drawing``; the template (cli/views/report/report.html.j2) escapes its input. The only
+script is the one that filters samples, whose digest is in the policy of the page: the browser runs no other.
 """
 
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
-from ....core.text import escaped, span
+from ....core.sample_texts import DecodedSample, shortened_lines
+from ....core.text import escaped, plural, span
+from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
+from ..samples import PageSamples, scores_of
+from .comparison_tables import SIDES, comparison_tables
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
@@ -37,16 +45,25 @@ _TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+_SCRIPT = (Path(__file__).parent / "filter_samples.js.j2").read_text(encoding="utf-8")
+"""Shows only the samples that contain the text of the box above them."""
 
 
-def page(reports: Sequence[RunReport]) -> str:
-    """Return the HTML text of one report, or of two side by side."""
+def page(
+    reports: Sequence[RunReport], samples: Sequence[PageSamples] = (), comparison: Comparison | None = None
+) -> str:
+    """Return the HTML text of one report, or of two side by side with their comparison, with samples of each run."""
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
-        runs=[_run(report) for report in reports],
+        runs=[_run(report, *(samples[at : at + 1] or [PageSamples()])) for at, report in enumerate(reports)],
+        script=Markup(_SCRIPT) if any(one.samples for one in samples) else "",
+        script_digest=b64encode(sha256(_SCRIPT.encode()).digest()).decode(),
         rows=[row for row in rows if any(value != "–" for value in row[1])],
         title=" and ".join(report.run for report in reports),
+        comparison=[] if comparison is None else [one._asdict() for one in comparison_tables(comparison)],
+        comparison_notes=[] if comparison is None else comparison.missing,
+        sides=SIDES,
         width=WIDTH,
         lane_height=LANE_HEIGHT,
         curve_height=CURVE_HEIGHT,
@@ -55,7 +72,7 @@ def page(reports: Sequence[RunReport]) -> str:
     )
 
 
-def _run(report: RunReport) -> dict[str, Any]:
+def _run(report: RunReport, samples: PageSamples) -> dict[str, Any]:
     axis = Axis(report.began, report.until)
     return {
         "run": report.run,
@@ -83,8 +100,23 @@ def _run(report: RunReport) -> dict[str, Any]:
         ],
         "decisions_left_out": report.decisions_left_out + max(0, len(report.decisions) - MAX_ROWS),
         "interruptions_left_out": max(0, len(report.interruptions) - MAX_ROWS),
+        "samples": [_sample(step, one) for step, one in samples.samples],
+        "samples_text": _samples_text(report.run, samples),
         "notes": report.missing,
     }
+
+
+def _sample(step: int, sample: DecodedSample) -> dict[str, Any]:
+    scores = " · ".join(f"{name} {value}" for name, value in [("step", str(step)), *scores_of(sample)])
+    texts = [("prompt", sample.prompt), ("answer", sample.answer)]
+    return {"scores": scores, "texts": [(name, Markup(escape(shortened_lines(text)))) for name, text in texts]}
+
+
+def _samples_text(run: str, samples: PageSamples) -> str:
+    if samples.missing or not samples.samples:
+        return samples.missing
+    steps = len({step for step, _ in samples.samples})
+    return f"{len(samples.samples)} samples of {steps} of {plural(samples.kept, 'step')}; more: rrl samples {run} STEP"
 
 
 def _clock(at: float) -> str:

@@ -55,6 +55,8 @@ class Audit(Struct, frozen=True):
     episodes: dict[str, float] = {}
     """Numbers of episodes and turns by name (:class:`.records.EpisodesCounted`), as the store itself counts them. Empty
     in a job without agents, and in an audit that was computed from the records alone."""
+    expected: tuple[str, ...] = ()
+    """Those reasons in ``dropped`` that are no fault: ``[sampling] refill`` drops groups without signal."""
 
 
 def audit(records: Iterable[Record]) -> Audit:
@@ -65,6 +67,7 @@ def audit(records: Iterable[Record]) -> Audit:
     tokens = _TokenCounts()
     ages: dict[tuple[int, int], Mapping[int, int]] = {}
     dropped: Counter[str] = Counter()
+    expected: set[str] = set()
     for record in records:
         match record:
             case Head(trajectories=trajectory_count):
@@ -94,6 +97,7 @@ def audit(records: Iterable[Record]) -> Audit:
                 sizes.pop(group, None)
                 dropped[reason] += trajectories
                 stale += trajectories if cause is DropCause.STALE else 0
+                expected |= {reason} if cause is DropCause.NO_SIGNAL else set()
                 for number in [n for n in bound if n > committed and any(group in part.groups for part in bound[n])]:
                     del bound[number]
             case _:
@@ -119,6 +123,7 @@ def audit(records: Iterable[Record]) -> Audit:
         max([max_age, *trained_ages]),
         {number: tuple(part.groups for part in parts) for number, parts in bound.items()},
         dict(sorted(trained_ages.items())),
+        expected=tuple(sorted(expected)),
     )
 
 

@@ -126,7 +126,7 @@ class EpisodeRecords:
                 given = pack_tokens(whole[length : length + created.offset - end]) + created.given
                 other.turn = replace(created, offset=end, given=given)
         turn.segments = list(_first(turn.segments, length))
-        turn.finished = True
+        turn.finished, turn.truncated = True, False
         self.changed.add(turn.id)
 
     def _count_finished(self, track: TrajectoryState, episode: EpisodeState) -> None:
@@ -155,7 +155,8 @@ class EpisodeRecords:
 def records_of(track: TrajectoryState) -> Iterator[Record]:
     """Yield the records that restore a trajectory or turn, except the records of its creation and of its score."""
     if track.writer is not None:
-        yield SegmentsAppended(track.writer, tuple(track.segments), (track.id,) if track.finished else ())
+        ended = (track.id,) if track.finished else ()
+        yield SegmentsAppended(track.writer, tuple(track.segments), ended, ended if track.truncated else ())
     if (episode := track.episode) is None:
         return
     if episode.holder is None:

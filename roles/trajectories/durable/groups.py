@@ -9,7 +9,7 @@ given, and the sampled tokens, in this order. Turns are numbered apart from traj
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 from msgspec import Struct
@@ -32,6 +32,8 @@ class TrajectoryState(Struct, eq=False):
     writer: Incarnation | None = None
     """Incarnation that appended the last segment."""
     finished: bool = False
+    truncated: bool = False
+    """True for an answer that the limit on its length cut."""
     score: Score | None = None
     turn: TurnCreated | None = None
     """The record that created the turn; None for a trajectory or episode."""
@@ -64,6 +66,8 @@ class Run(Struct, frozen=True, gc=False):
     version: tuple[int, int]
     counts: bool
     extras: PackedExtras = ()
+    truncated: bool = False
+    """True for the end of an answer that the limit on its length cut."""
 
     @property
     def length(self) -> int:
@@ -268,7 +272,7 @@ def new_segments(
         if packed.trajectory in lost:
             continue
         track = answers[packed.trajectory]
-        limits[track.id] = max_new_tokens if track.turn is None else track.turn.max_new
+        limits[track.id] = _limit(track, max_new_tokens)
         length = lengths.get(track.id, track.length)
         if packed.offset == length and length < packed.end <= limits[track.id] and not track.finished:
             new.append(packed)
@@ -278,6 +282,34 @@ def new_segments(
     ends = {trajectory for trajectory, length in lengths.items() if length == limits[trajectory]}
     ends |= {t for t in finished if t not in lost and not answers[t].finished}
     return new, ends
+
+
+def cut_answers(
+    answers: dict[int, TrajectoryState],
+    new: Iterable[PackedSegment],
+    ends: Iterable[int],
+    max_new_tokens: int,
+    end_tokens: Collection[int],
+) -> tuple[int, ...]:
+    """Return those of the answers ``ends``, which are complete with the segments ``new``, that their limit cut.
+
+    These are the answers with as many tokens as they may have, of which the last does not end an answer. So it does not
+    matter which engine or program of the user's samples.
+    """
+    last = {segment.trajectory: segment for segment in new}
+    found = []
+    for number in sorted(ends):
+        segments = answers[number].segments
+        segment = last.get(number, segments[-1] if segments else None)
+        limit = _limit(answers[number], max_new_tokens)
+        if segment is not None and segment.end >= limit and unpack_tokens(segment.tokens)[-1] not in end_tokens:
+            found.append(number)
+    return tuple(found)
+
+
+def _limit(track: TrajectoryState, max_new_tokens: int) -> int:
+    """Return how many tokens an answer may have."""
+    return max_new_tokens if track.turn is None else track.turn.max_new
 
 
 def _episode_of(turn: TrajectoryState) -> EpisodeState:

@@ -27,7 +27,19 @@ import msgspec
 
 from ....core.run_dir import sync
 from .audit import Audit, audit
-from .records import GroupDropped, LogFormatError, Part, PartRetired, Record, StepCommitted, decode, encode
+from .records import (
+    MANY_GROUPS,
+    NO_SIGNAL,
+    DropCause,
+    GroupDropped,
+    LogFormatError,
+    Part,
+    PartRetired,
+    Record,
+    StepCommitted,
+    decode,
+    encode,
+)
 from .state import State
 
 T = TypeVar("T")
@@ -302,12 +314,17 @@ class DurableState:
         self._rewritten = self._log.size
 
     def _history(self, past: Iterable[Record]) -> Iterator[Record]:
+        without_signal = 0
         for record in past:
             match record:
+                case GroupDropped(_, trajectories, cause=DropCause.NO_SIGNAL):
+                    without_signal += trajectories
                 case PartRetired() | GroupDropped():
                     yield record
                 case Part(number, index, groups, trajectories) if number <= self.state.committed - _RETAINED_STEPS:
                     yield PartRetired(number, index, groups, trajectories, record.ages)
+        if without_signal:  # one record, since a run may drop more such groups than it trains
+            yield GroupDropped(MANY_GROUPS, without_signal, NO_SIGNAL, DropCause.NO_SIGNAL)
 
     def audit(self) -> Audit:
         """Compute the audit from the durable records, with the state's counts of episodes."""

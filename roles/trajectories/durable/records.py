@@ -22,8 +22,10 @@ from ..dispatch.token_times import Observed
 from ..extras import PackedExtras, pack_extras
 from ..types import Sampling, Score, Segment
 
-FORMAT = 4
-"""Format number of the log. In format 4 segments have extras; a log of any other format is refused."""
+FORMAT = 5
+"""Format number of the log. In format 5 cut answers have a mark, and groups without signal have outcomes."""
+READ_FORMATS = (4, FORMAT)
+"""Formats that can be read; a log of any other format is refused. Format 4 lacks only fields that have defaults."""
 
 
 FIRST_TURN = 2**40
@@ -88,7 +90,7 @@ class SegmentsAppended(Struct, frozen=True, tag="segments_appended", array_like=
     segments: tuple[PackedSegment, ...]
     finished: tuple[int, ...]
     truncated: tuple[int, ...] = ()
-    """Those of ``finished`` that a limit cut."""
+    """Those of ``finished`` that the limit on their length cut."""
 
 
 class ScoresRecorded(Struct, frozen=True, tag="scores_recorded", array_like=True):
@@ -112,6 +114,43 @@ class DropCause(StrEnum):
     """Any other cause."""
 
 
+class Outcomes(Struct, frozen=True, array_like=True):
+    """What came of some complete groups: sums over their answers or, with agents, their episodes."""
+
+    groups: int = 0
+    answers: int = 0
+    reward: float = 0.0
+    training: float = 0.0
+    truncated: int = 0
+    """Answers that a limit cut, and episodes with such an answer in a sample."""
+    tokens: int = 0
+    """Sampled tokens."""
+    rewards: dict[str, tuple[int, float]] = {}
+    """Number and sum of further rewards: of each part of the reward by its name, and of each source of prompts by
+    ``source_<name>``."""
+
+    def __add__(self, other: Outcomes) -> Outcomes:
+        rewards = dict(self.rewards)
+        for name, (count, total) in other.rewards.items():
+            before = rewards.get(name, (0, 0.0))
+            rewards[name] = before[0] + count, before[1] + total
+        return Outcomes(
+            self.groups + other.groups,
+            self.answers + other.answers,
+            self.reward + other.reward,
+            self.training + other.training,
+            self.truncated + other.truncated,
+            self.tokens + other.tokens,
+            rewards,
+        )
+
+
+NO_SIGNAL = "no signal: all answers of the group have the same training reward ([sampling] refill)"
+"""Reason for dropping a group that has no gradient."""
+MANY_GROUPS = -1
+"""The ``group`` of a :class:`GroupDropped` that stands for all groups without signal, in a log that was rewritten."""
+
+
 class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
     """Removal of a group and its ``trajectories`` trajectories without training on them."""
 
@@ -120,6 +159,9 @@ class GroupDropped(Struct, frozen=True, tag="group_dropped", array_like=True):
     reason: str
     """Explanation for people. The audit counts the dropped trajectories for each reason."""
     cause: DropCause = DropCause.OTHER
+    outcomes: Outcomes = Outcomes()
+    """What came of a group without signal; of :data:`MANY_GROUPS`, of those since the newest step that was bound
+    completely."""
 
 
 class Part(Struct, frozen=True, tag="part", array_like=True):
@@ -144,6 +186,9 @@ class Part(Struct, frozen=True, tag="part", array_like=True):
     """Number of tokens of the part by their age in training steps."""
     unscored: int = 0
     """Number of groups that the run had dropped before this part, because an answer could not be scored."""
+    refilled: Outcomes = Outcomes()
+    """In the last part of a step: what came of the groups without signal that were dropped since the last part of the
+    previous step."""
 
 
 class PartRetired(Struct, frozen=True, tag="part_retired", array_like=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ....core.types import GUEST_ROLE, Incarnation, ReplicaId, role_of
@@ -16,6 +14,9 @@ from .groups import EpisodeState, Group, TrajectoryState
 from .records import (
     FIRST_TURN,
     FORMAT,
+    MANY_GROUPS,
+    NO_SIGNAL,
+    READ_FORMATS,
     AnswersCounted,
     CallBlamed,
     DropCause,
@@ -33,7 +34,7 @@ from .records import (
     LengthsLearned,
     LogFormatError,
     Metrics,
-    PackedSegment,
+    Outcomes,
     Part,
     PartRetired,
     Record,
@@ -52,17 +53,6 @@ METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. If a step
 takes 10 s, these are eleven hours of a run, in a few MB."""
 
-TOKENS_AGED = "tokens_aged_"
-"""Prefix of the names of figures that count a step's tokens of one age. The prefix is followed by the age in training
-steps."""
-GUEST_TOKENS = "guest_tokens"
-"""Name of the figure that counts a step's tokens that guests sampled; without such tokens there is no figure."""
-EPISODES_AT_WORK = "episodes_at_work"
-"""Name of the figure that counts the episodes whose newest attempt is being made."""
-MAX_COUNTED_AGE = 15
-"""Age in training steps from which on all tokens are counted together. Without a limit on staleness, ages can be
-large."""
-
 
 class State:
     """The state that a log's records describe.
@@ -80,7 +70,8 @@ class State:
         """The expected lengths of answers, learned from the answers of the run."""
         self._token_times: dict[ReplicaId, tuple[int, TokenTimes]] = {}
         """By rollout, the number of its newest incarnation with observed times, and these times."""
-        self._counted = AnswersCounted()
+        self.counted = AnswersCounted()
+        """Counts of the run's answers, except those of groups without signal."""
         self.item_order: list[int] = []
         """Items of the next groups; if empty, the next item has the number of the next group."""
         self.next_group = 0
@@ -108,6 +99,8 @@ class State:
         """Number of groups that the run has dropped because their tokens were too old."""
         self.unscored = 0
         """Number of groups that the run has dropped because an answer could not be scored."""
+        self.refilled = Outcomes()
+        """What came of the groups without signal that were dropped since the newest step was bound completely."""
 
     def apply(self, record: Record) -> None:
         """Apply one record without checking it: the store decides which records may be written.
@@ -116,8 +109,8 @@ class State:
             LogFormatError: The record is the head of a log in another format.
         """
         match record:
-            case SegmentsAppended(incarnation, segments, finished):
-                self._append_segments(incarnation, segments, finished)
+            case SegmentsAppended():
+                self._append_segments(record)
             case ScoresRecorded(scores):
                 self._record_scores(scores)
             case GroupCreated():
@@ -128,6 +121,7 @@ class State:
                     self.unbound -= self.groups[group].bound is None
                     self.groups[group].bound = number
                 if not record.lacking:
+                    self.refilled = Outcomes()
                     tracks = self._trajectories_of(self.groups_of(number))
                     self._count(trained=len(tracks), trained_tokens=sum(map(trained_tokens, tracks)))
             case Metrics(number, metrics):
@@ -142,19 +136,23 @@ class State:
             case GroupDropped(group, cause=cause):
                 self.stale += cause is DropCause.STALE
                 self.unscored += cause is DropCause.UNSCORED
+                self.refilled += record.outcomes
                 if group in self.groups:  # if not, only the audit needs the record
+                    if cause is DropCause.NO_SIGNAL:  # trained answers are compared with those of groups with signal
+                        tracks = self.groups[group].trajectories
+                        self._count(ended=-len(tracks), ended_tokens=-sum(map(trained_tokens, tracks)))
                     if cause is DropCause.STALE:
                         running = [track.length for track in self.groups[group].answers if not track.finished]
                         self._count(ended=len(running), ended_tokens=sum(running))
                     self._observe_lengths(self.groups[group], cut=True)
                     self.steps.pop(self.groups[group].bound or 0, None)
-                    self._forget(group, dropped=True)
+                    self._forget(group, dropped=cause is not DropCause.NO_SIGNAL)
             case Fence(replica, oldest_allowed):
                 self.fences[replica] = oldest_allowed
             case LengthsLearned(learned):
                 self.lengths = Lengths(learned.limit, learned)
             case AnswersCounted():
-                self._counted = record
+                self.counted = record
             case TimesObserved(incarnation, observed):
                 times = self.times_of(incarnation)
                 times.add(observed)
@@ -175,47 +173,22 @@ class State:
             case PartRetired():
                 pass
             case Head(format, groups, trajectories):
-                if format != FORMAT:
+                if format not in READ_FORMATS:
                     raise LogFormatError(
-                        f"has format {format}, but this version of rrl reads format {FORMAT} only;"
-                        " use the version of rrl that wrote it, or start a new run"
+                        f"has format {format}, but this version of rrl reads formats"
+                        f" {' and '.join(map(str, READ_FORMATS))} only; use the version of rrl that wrote it, or start"
+                        " a new run"
                     )
                 self.next_group, self.next_trajectory = groups, trajectories
 
     def _count(self, ended: int = 0, ended_tokens: int = 0, trained: int = 0, trained_tokens: int = 0) -> None:
-        before = self._counted
-        self._counted = AnswersCounted(
+        before = self.counted
+        self.counted = AnswersCounted(
             before.ended + ended,
             before.ended_tokens + ended_tokens,
             before.trained + trained,
             before.trained_tokens + trained_tokens,
         )
-
-    def figures(self, number: int) -> dict[str, float]:
-        """Return the figures of the run up to the bound step ``number``, by name, for people (docs/stream.md)."""
-        aged = Counter[int]()
-        for part in self.steps[number]:
-            for age, tokens in part.ages.items():
-                aged[min(max(0, age), MAX_COUNTED_AGE)] += tokens
-        figures = {f"{TOKENS_AGED}{age}": float(tokens) for age, tokens in sorted(aged.items())}
-        if by_guests := sum(self.groups[group].guest_tokens for group in self.groups_of(number)):
-            figures[GUEST_TOKENS] = float(by_guests)
-        counted = self._counted
-        if counted.trained and counted.ended_tokens:
-            mean = counted.ended_tokens / counted.ended
-            figures["length_bias"] = counted.trained_tokens / counted.trained / mean
-        if (recall := self.lengths.recall) is not None:
-            figures["recall20"] = recall
-        if self.lengths.separates:
-            typical = self.lengths.typical.mean
-            waiting = (group for group in self.groups.values() if group.bound is None and group.unscored)
-            means = [group.created.expected for group in waiting if group.created.expected is not None]
-            figures["long_groups"] = float(sum(mean > typical + math.log(2) for mean in means))
-            figures["longest_expected"] = min(math.exp(max(means)), self.lengths.limit) if means else 0.0
-        at_work = sum(track.is_at_work for track in self.trajectories.values())
-        if at_work or self.episode_records.figures():
-            figures[EPISODES_AT_WORK] = float(at_work)
-        return figures | self.episode_records.figures()
 
     def times_of(self, incarnation: Incarnation) -> TokenTimes:
         """Return the times of a rollout's engine; a new object if nothing was observed of this incarnation."""
@@ -237,14 +210,12 @@ class State:
         self.next_group = max(self.next_group, created.group + 1)
         self.next_trajectory = max(self.next_trajectory, created.first + created.size)
 
-    def _append_segments(
-        self, incarnation: Incarnation, segments: Iterable[PackedSegment], finished: Iterable[int]
-    ) -> None:
-        for segment in segments:
+    def _append_segments(self, appended: SegmentsAppended) -> None:
+        for segment in appended.segments:
             track = self.answers[segment.trajectory]
             track.segments.append(segment)
-            track.writer = incarnation
-            if role_of(incarnation.replica) == GUEST_ROLE:
+            track.writer = appended.incarnation
+            if role_of(appended.incarnation.replica) == GUEST_ROLE:
                 track.group.guest_tokens += segment.end - segment.offset
             oldest = track.group.oldest
             track.group.oldest = segment.step if oldest is None else min(oldest, segment.step)
@@ -252,9 +223,10 @@ class State:
                 self.episode_records.grown(track)
         ended = tokens = 0
         groups: set[int] = set()
-        for trajectory in finished:
+        for trajectory in appended.finished:
             track = self.answers[trajectory]
-            track.finished, track.writer = True, incarnation
+            track.finished, track.writer = True, appended.incarnation
+            track.truncated = trajectory in appended.truncated
             if track.turn is not None:  # turns are counted when their episode is finished
                 self.episode_records.grown(track)
                 continue
@@ -351,10 +323,13 @@ class State:
 
     @property
     def tokens_per_group(self) -> float:
-        """Mean number of trained tokens of the groups of the newest steps and parts; 0 before the first part."""
+        """Mean number of tokens that a group of the newest steps and parts took; 0 before the first part.
+
+        These are its trained tokens, and its share of the tokens of groups that were dropped without signal.
+        """
         parts = [part for parts in self.steps.values() for part in parts]
         groups = sum(len(part.groups) for part in parts)
-        return sum(sum(part.ages.values()) for part in parts) / groups if groups else 0.0
+        return sum(sum(part.ages.values()) + part.refilled.tokens for part in parts) / groups if groups else 0.0
 
     @property
     def max_age(self) -> int:
@@ -390,12 +365,14 @@ class State:
                 yield self.commitments[number]
         for id, (number, times) in self._token_times.items():
             yield TimesObserved(Incarnation(id, number), times.observations())
+        if self.refilled.groups:  # after the parts, each of which begins these sums anew
+            yield GroupDropped(MANY_GROUPS, 0, NO_SIGNAL, DropCause.NO_SIGNAL, self.refilled)
         if self.item_order:
             yield ItemsOrdered(tuple(self.item_order))
         yield from self.evaluations.records()
         if self.episode_records.counted != EpisodesCounted():
             yield self.episode_records.counted
-        yield self._counted
+        yield self.counted
         yield LengthsLearned(
             self.lengths.state()
         )  # last, because these records replace the counts and lengths that a reader derives from the records above
@@ -412,7 +389,19 @@ class State:
         ages = token_ages(number, tracks)
         digest = content_digest(f"{number} {len(before)} {before[-1].digest if before else ''}", tracks)
         max_age = max([self.max_age, *ages])
-        return Part(number, len(before), groups, len(tracks), digest, lacking, self.stale, max_age, ages, self.unscored)
+        return Part(
+            number,
+            len(before),
+            groups,
+            len(tracks),
+            digest,
+            lacking,
+            self.stale,
+            max_age,
+            ages,
+            self.unscored,
+            Outcomes() if lacking else self.refilled,
+        )
 
     def part(self, number: int, index: int | None) -> PackedPart:
         """Return a part of a step, or all its parts as one if ``index`` is None; the step is then bound completely."""

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from ..extras import PackedExtras, cut, join, joined_bytes
 from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
 from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
@@ -47,6 +49,7 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
             training=track.score.training,
             prompt_length=prompt_length(track),
             extras=join(_extras(track)),
+            truncated=track.truncated,
         )
     ]
 
@@ -55,7 +58,7 @@ def content_digest(place: str, tracks: Iterable[TrajectoryState]) -> str:
     """Return the digest of the text ``place`` and of all values of these trajectories that a step trains on."""
     content_hash = hashlib.sha256(place.encode())
     for track in tracks:
-        content: object = (track.id, track.group.created.prompt, track.segments, track.score)
+        content: object = (track.id, track.group.created.prompt, track.segments, track.score, track.truncated)
         content_hash.update(encode(content if track.episode is None else packed(track)))
     return content_hash.hexdigest()
 
@@ -72,6 +75,13 @@ def token_ages(number: int, tracks: Iterable[TrajectoryState]) -> dict[int, int]
 def trained_tokens(track: TrajectoryState) -> int:
     """Return the number of trained tokens of a trajectory."""
     return sum(tokens for _, tokens in _trained(track))
+
+
+def truncated_samples(track: TrajectoryState) -> list[bool]:
+    """Return for each sample of a complete trajectory whether the limit on its length cut an answer in it."""
+    if track.episode is None:
+        return [track.truncated]
+    return [any(run.truncated for run in runs) for runs in track.episode.samples]
 
 
 def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
@@ -130,6 +140,7 @@ def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
         prompt=b"".join(run.tokens for run in prompt),
         masked=tuple(masked),
         extras=cut(extras, before, before + at),
+        truncated=any(run.truncated for run in runs),
     )
 
 
@@ -176,6 +187,8 @@ def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
                 runs += _runs(turn.segments, 0, min(before, end), counts=False)
                 runs += _runs(turn.segments, before, end, counts=True)
                 counted[turn.id] = max(before, end)
+                if turn.truncated and end == turn.length:
+                    runs[-1] = replace(runs[-1], truncated=True)
             segments = {segment.end: segment for segment in turn.segments if segment.digest and not is_foreign(turn)}
             at = -min(own, given_length(turn.turn))
             for run in runs[first:]:

@@ -20,6 +20,7 @@ from ..durable.groups import Group
 from ..durable.log import DurableState
 from ..durable.records import Metrics, StepCommitted
 from ..types import CommittedState, Denied, Done, NotReady, StepMetrics, StoredMetrics, TrainedStep
+from .figures import step_figures
 from .staleness import StalenessLimit
 
 PARTS_PER_STEP = 8
@@ -40,6 +41,7 @@ class Bindings:
         max_part_bytes: Size of a part in bytes above which the part is cut into two. A part of one group is never cut.
         keep_uncommitted: Maximum number of finished, uncommitted steps besides the step that the trainer works on.
         checkpoint_every: Maximum number of steps of one commit.
+        ignores_truncated: Whether answers that a limit cut give a group no signal (:func:`.figures.has_signal`).
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Bindings:
         max_part_bytes: int,
         keep_uncommitted: int,
         checkpoint_every: int,
+        ignores_truncated: bool,
     ) -> None:
         self._durable = durable
+        self._ignores_truncated = ignores_truncated
         self._state = durable.state
         self._staleness = staleness
         self._per_batch = groups_per_batch
@@ -266,9 +270,21 @@ class Bindings:
             if trained.digest != bound:
                 return Denied(f"step {step} is bound to the batch {bound}, not to the batch {trained.digest}")
         for step in range(committed + 1, number + 1):
-            self._durable.write(Metrics(step, {**described[step].metrics, **self._state.figures(step)}))
+            self._durable.write(Metrics(step, self._with_figures(step, described[step].metrics)))
         self._durable.write(StepCommitted(number, incarnation, manifest, digest))
         return self._done(described)
+
+    def _with_figures(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the trainer's metrics of a step with the store's own figures, none of which the trainer replaces."""
+        figures = step_figures(
+            self._state,
+            step,
+            ages_limited=self._staleness.oldest_allowed is not None,
+            ignores_truncated=self._ignores_truncated,
+        )
+        own = {f"trainer_{name}" if name in figures else name: value for name, value in metrics.items()}
+        tokens = sum(sum(part.ages.values()) for part in self._state.steps[step])
+        return {"tokens": float(tokens), **own, **figures}
 
     def _done(self, steps: Iterable[int]) -> Done:
         """Return the answer to a commit: the metrics of its steps. The checkpoint belongs to the last step."""

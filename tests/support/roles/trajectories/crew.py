@@ -9,6 +9,7 @@ from typing import Any
 from rrl.core.run_spec import ExtraSpec
 from rrl.core.types import Incarnation, ReplicaId, Version
 from rrl.roles.trajectories.batches import Batch, decode
+from rrl.roles.trajectories.steps.figures import step_figures
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Done,
@@ -141,6 +142,11 @@ def commit(
     assert isinstance(answer, Done), answer
     store.flush()
     return answer
+
+
+def figures_of(store: Store, number: int, *, ages_limited: bool = False) -> dict[str, float]:
+    """Return the figures that the store adds to the metrics of a bound step."""
+    return step_figures(store._state, number, ages_limited=ages_limited, ignores_truncated=False)
 
 
 def train(

@@ -67,6 +67,10 @@ class Setting(Struct, frozen=True):
     """Share of the trainer's requests that ask for the next part of a step; the others ask for the whole batch."""
     groups_per_part: int | None = None
     max_part_bytes: int = 2**20
+    refill: float | None = None
+    """Limit of dropped groups, as a multiple of the groups of a step; None without refill."""
+    solved: float = 0.0
+    """Share of answers with the best reward; the others have the lowest one."""
 
 
 class _Rollout(Struct):
@@ -179,6 +183,7 @@ class VirtualRun:
             compact_from=20_000,
             groups_per_part=setting.groups_per_part,
             max_part_bytes=setting.max_part_bytes,
+            refill_limit=setting.refill,
         )
         store.update_membership(self._members())
         return store
@@ -233,7 +238,8 @@ class VirtualRun:
         answer = self.store.lease_scoring(who, 1000)
         assert isinstance(answer, Scoring)
         broken = {item.trajectory: BROKEN for item in answer.items if self.random.random() < self.setting.unscorable}
-        scores = [Score(item.trajectory, 1.0, 1.0) for item in answer.items if item.trajectory not in broken]
+        rewards = {item.trajectory: float(self.random.random() < self.setting.solved) for item in answer.items}
+        scores = [Score(number, reward, reward) for number, reward in rewards.items() if number not in broken]
         assert self.store.post_scores(who, scores, broken) == Done()
 
     def _train(self) -> None:

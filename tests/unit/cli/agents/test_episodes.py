@@ -35,7 +35,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     sample,
     turn,
 )
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, incarnation_of, lease, segment
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, figures_of, incarnation_of, lease, segment
 
 RUN = "small-7"
 
@@ -165,7 +165,7 @@ def test_figures_of_a_step_have_the_episodes_in_progress(store: Store) -> None:
         turn(store, item, (2, 3), (5, 1))
         finish(store, item)
     batch = bind(store, 1)
-    figures = store._durable.state.figures(batch.number)
+    figures = figures_of(store, batch.number)
     assert len(at_work) == 1
     assert (figures["episodes_at_work"], figures["episodes_finished"]) == (1.0, 4.0)
 

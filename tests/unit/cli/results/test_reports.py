@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -15,9 +17,12 @@ import rrl
 from rrl.cli import main
 from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
+from rrl.cli.views.samples import PageSamples
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.sample_texts import DecodedSample, Turn
 from rrl.core.text import span
 from rrl.core.types import Outcome
+from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
 from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.storage.journal import Journal
@@ -59,14 +64,52 @@ def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixtu
     interrupted().written(root)
     assert main.run(["report", "small"]) == 0
     assert "ETTR" in capsys.readouterr().out
-    assert main.run(["report", "small", "small", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["runs"]
-    assert first == second
+    assert main.run(["report", "small", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (first,) = printed["runs"]
+    assert printed["comparison"] is None
     stages = {stage for loss in first["lost"] for stage in loss["stages"]}
     assert stages == {"detect", "decide", "queue", "start", "load", "reconnect", "replay"}
     assert first["ettr"] == json.loads((root / first["run"] / "summary.json").read_text())["ettr"]
     assert main.run(["status", "small", "--json"]) == 0
     assert first["ettr"] == json.loads(capsys.readouterr().out)["pace"]["ettr"]
+
+
+def written(root: Path, story: Story, **trainer: object) -> RunDir:
+    """Write a run whose job.toml has these settings of the trainer."""
+    made = story.written(root)
+    made.resolved.write_text(json.dumps({"job": {"run": {"name": story.run[:5]}, "roles": {"trainer": trainer}}}))
+    return made
+
+
+def test_two_runs_are_compared_as_tables_json_and_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b]0;owned\x07<script>"
+    other = trained(begun("clean-1120-070000"), 1, 20)  # it goes on
+    other.record(ev.Evaluated(other.incarnation("trainer/0"), 4, {"reward": 0.5, "pass@1": 0.25}))
+    one = written(root, interrupted(), learning_rate=1e-6, loss="grpo")
+    clean = written(root, other, learning_rate=1e-5, loss=hostile)
+    assert main.run(["report", "small", "clean"]) == 0
+    shown = capsys.readouterr().out
+    assert f"comparison: A is {one.id}, B is {clean.id}" in shown
+    for text in ("rewards at equal steps", "at equal wall time", "figures at step 12", "keys that differ"):
+        assert f"\n{text}\n" in shown
+    assert re.search(r"\nroles.trainer.learning_rate +1e-06 +1e-05\n", shown)
+    assert "Only one of the runs has evaluations." in shown
+    assert "\x1b" not in shown
+    assert main.run(["report", "small", "clean", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    comparison = printed["comparison"]
+    assert [run["run"] for run in printed["runs"]] == [one.id, clean.id]
+    last = comparison["by_step"][-1]
+    assert (last["at"], [place["step"] for place in last["runs"]]) == (12, [12, 12])
+    assert last["runs"][0]["rewards"] == last["runs"][1]["rewards"]
+    assert last["runs"][0]["wall_s"] > last["runs"][1]["wall_s"], "the run with the failures was not slower"
+    target = root / "both.html"
+    assert main.run(["report", "small", "clean", "--html", str(target)]) == 0
+    page_text = target.read_text()
+    assert not any(tag == "script" for tag, _ in elements(page_text))
+    for text in ("rewards at equal steps", "roles.trainer.learning_rate"):
+        assert text in page_text
 
 
 def test_python_returns_the_same_report(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +142,11 @@ def _both(root: Path) -> list[str]:
     return ["report", "--json", "--html", str(root / "x.html")]
 
 
+def _twice(root: Path) -> list[str]:
+    run = interrupted().written(root)
+    return ["report", "small", str(run.path)]
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "word"),
     [
@@ -106,6 +154,7 @@ def _both(root: Path) -> list[str]:
         (_damaged, 2, "not a journal of rrl"),
         (_unwritable, 1, "x.html"),
         (_both, 2, "exclude each other"),
+        (_twice, 2, "small-1120-064114 is named twice; name another run to compare it with"),
     ],
 )
 def test_report_that_cannot_be_made_is_one_line_with_its_exit_code(
@@ -133,7 +182,7 @@ def test_error_of_the_account_is_not_reported_as_a_run_that_has_not_begun(
 class Elements(HTMLParser):
     """Collects the elements of a page, and checks that they are closed in order."""
 
-    VOID = ("meta", "rect", "path", "line", "polyline", "br")
+    VOID = ("meta", "input", "rect", "path", "line", "polyline", "br")
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +191,7 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
-        if tag not in ("meta",):
+        if tag not in ("meta", "input"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -175,6 +224,28 @@ def test_page_is_one_file_without_scripts_that_loads_nothing(root: Path, capsys:
     assert "url(" not in text
     policy = [attributes["content"] for _, attributes in found if attributes.get("http-equiv")]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_samples_are_filtered_by_the_only_script_that_the_policy_of_the_page_allows() -> None:
+    turns = (Turn(False, False, HOSTILE), Turn(True, True, "4\n<em>2</em>" + 9000 * "x"))
+    sample = DecodedSample(3, 1, 20, "", 0.5, 0.5, {"format": 0.25}, None, True, 1, (2, 3), turns)
+    text = page([accounted(interrupted()).report()], [PageSamples([(12, sample)], 2)])
+    found = elements(text)
+    assert [tag for tag, _ in found if tag in ("script", "em", "pre")] == ["pre", "pre", "script"]
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = [attributes["content"] for _, attributes in found if attributes.get("http-equiv")]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert "step 12 · trajectory 3 · group 1 · item 20 · reward 0.50 (format 0.25)" in text
+    assert "4\n&lt;em&gt;2" in text
+    assert not set("\x1b\x07\u202e") & set(text)
+    assert text.count("x") < 8000
+
+
+def test_page_of_a_run_whose_samples_cannot_be_read_says_why() -> None:
+    text = page([accounted(interrupted()).report()], [PageSamples(missing="no tokenizer <here>")])
+    assert "no tokenizer &lt;here&gt;" in text
+    assert not any(tag == "script" for tag, _ in elements(text))
 
 
 def test_page_has_lanes_marks_losses_and_curves() -> None:

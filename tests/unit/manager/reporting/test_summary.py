@@ -216,6 +216,7 @@ def test_episodes_are_counted_as_of_the_newest_step_however_late_an_older_one_is
             b'{"made": 9, "dropped": {"no reward within 1h": 3, "broken tool": 1}}',
             {"no reward within 1h": 3, "broken tool": 1},
         ),
+        (b'{"dropped": {"broken tool": 1, "no signal": 8}, "expected": ["no signal"]}', {"broken tool": 1}),
         (None, {}),
         (b"half", {}),
     ],

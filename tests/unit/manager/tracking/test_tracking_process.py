@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
+from rrl.core.sample_texts import DecodedSample
+from rrl.core.samples_file import Sample, SampleRun, StepSamples, frame
 from rrl.core.types import Outcome
 from rrl.manager.reporting.step_metrics import StepRow
 from rrl.manager.tracking import main
@@ -30,6 +34,7 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.samples: dict[int, list[str]] = {}
         self.calls_left = 0
 
     def open(self, _name: str, _run: TrackedRun) -> FakeTracker:
@@ -49,8 +54,9 @@ class FakeTracker:
         self._server, self._unflushed = server, list[int]()
         self.newest_step = max(server.steps, default=-1)
 
-    def send(self, row: StepRow) -> None:
+    def send(self, row: StepRow, samples: Sequence[DecodedSample]) -> None:
         assert row.step is not None
+        self._server.samples[row.step] = [one.answer for one in samples]
         self._unflushed.append(row.step)
         self._server.called()
 
@@ -96,3 +102,36 @@ def test_each_step_is_sent_once_although_the_process_ends_at_each_call(
     assert ends > 1
     assert server.steps == list(range(1, STEPS + 1))
     assert read_progress(run, "fake").step == STEPS
+
+
+def write_samples(run: RunDir, steps: Sequence[int]) -> None:
+    """Write a sample of each step, whose answer is the number of the step."""
+    run.samples.mkdir()
+    runs = (SampleRun(1, -1, 0, False), SampleRun(2, 0, 1, True))
+    answers = [(step, array("i", (2, 2 + step // 10, 2 + step % 10)).tobytes()) for step in steps]
+    samples = [(step, Sample(step, 0, 0, "", 1.0, 1.0, {}, 0.5, False, tokens, runs)) for step, tokens in answers]
+    (run.samples / "1.1").write_bytes(b"".join(frame(StepSamples(step, 8, (one,))) for step, one in samples))
+
+
+def test_samples_are_sent_with_every_tenth_step(server: FakeServer, run: RunDir) -> None:
+    write_samples(run, range(1, STEPS + 1))
+    TrackingProcess(run, "fake", ONCE, threading.Event()).run()
+    assert {step: answers for step, answers in server.samples.items() if answers} == {10: ["10"]}
+
+
+@pytest.mark.parametrize("content", [b"rrlS", b"\0" * 100])
+def test_steps_are_sent_without_samples_that_cannot_be_read(server: FakeServer, run: RunDir, content: bytes) -> None:
+    write_samples(run, [])
+    (run.samples / "1.1").write_bytes(content)
+    TrackingProcess(run, "fake", ONCE, threading.Event()).run()
+    assert server.steps == list(range(1, STEPS + 1))
+
+
+def test_steps_are_sent_without_samples_if_the_tokenizer_cannot_be_opened(
+    server: FakeServer, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "OPEN_TOKENIZER", "rrl.absent:open")
+    write_samples(run, [10])
+    TrackingProcess(run, "fake", ONCE, threading.Event()).run()
+    assert server.steps == list(range(1, STEPS + 1))
+    assert "no samples are sent of step 10: " in capsys.readouterr().err

@@ -45,7 +45,7 @@ class Worker(SimpleNamespace):
         super().__init__(
             run_dir=run_dir, launch=SimpleNamespace(incarnation=Incarnation(ReplicaId("trainer/0"), 1)), world=1
         )
-        self.uncommitted = UncommittedSteps(None)
+        self.uncommitted = UncommittedSteps()
         self.stopping = threading.Event()
         self.may_commit = threading.Event()
         self.idle_causes: list[str] = []

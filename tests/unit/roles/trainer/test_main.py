@@ -99,7 +99,7 @@ class _Worker:
         self.run_dir = run_dir
         self.job = _job(checkpoint_every)
         self.rollout = self.job.rollouts["rollout"]
-        self.uncommitted = UncommittedSteps(None)
+        self.uncommitted = UncommittedSteps()
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
         self.phases: list[str] = []

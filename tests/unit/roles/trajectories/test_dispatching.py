@@ -21,6 +21,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     TRAINER,
     bind,
     commit,
+    figures_of,
     lease,
     manifest,
     open_store,
@@ -246,11 +247,11 @@ def test_length_bias_compares_trained_answers_with_all_that_ended(tmp_path: Path
         store.close()
         store = _open(tmp_path, groups_per_batch=1, max_ahead_batches=2)
     batch = bind(store, 1)
-    figures = store._state.figures(1)
+    figures = figures_of(store, 1)
     assert figures["length_bias"] == pytest.approx(15 / 30)
     assert figures["tokens_aged_0"] == 30
     committed = store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0})
-    assert committed == Done(metrics={"loss": 1.0, **figures})
+    assert committed == Done(metrics={"tokens": 30.0, "loss": 1.0, **figures})
     assert store.commit(TRAINER, 1, manifest(1), batch.digest, {"loss": 1.0}) == committed, (
         "a repeated commit got another answer"
     )
@@ -266,20 +267,20 @@ def test_running_answers_of_groups_dropped_for_age_count_with_the_tokens_they_ha
     commit(store, bind(store, 1))  # drops the second group
     assert store._state.stale == 1
     for _ in range(2):
-        assert store._state.figures(1)["length_bias"] == pytest.approx(15 / 30)
+        assert figures_of(store, 1)["length_bias"] == pytest.approx(15 / 30)
         store.close()
         store = _open(tmp_path, **settings)
 
 
 def test_recall_and_expected_long_groups_are_reported_once_lengths_are_learned(tmp_path: Path) -> None:
     store = _taught(tmp_path)
-    figures = store._state.figures(TAUGHT)
+    figures = figures_of(store, TAUGHT)
     assert figures["recall20"] >= 0.5, "fewer than half of the longest groups were expected to be long"
     assert figures["long_groups"] == figures["longest_expected"] == 0.0, (
         "groups count as long before any group was begun"
     )
     lease(store, ROLLOUT, 8)
-    figures = store._state.figures(TAUGHT)
+    figures = figures_of(store, TAUGHT)
     assert figures["long_groups"] >= 1
     assert LENGTHS[3] / 2 < figures["longest_expected"] < LENGTHS[3] * 2
 

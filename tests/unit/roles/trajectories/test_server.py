@@ -16,10 +16,10 @@ import pytest
 
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
-from rrl.core.run_spec import ModelSpec, RunSpec
+from rrl.core.run_spec import RunSpec
 from rrl.core.types import ProbeResult, Version, member_id
 from rrl.roles.checkpoints.retention import CommitStatus
-from rrl.roles.models.tokenizer import Tokenizer, open_tokenizer
+from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.batches import decode
@@ -589,7 +589,8 @@ def _digits_job(pieces: str = "0123456789", **tables: Any) -> RunSpec:
 
 
 def _prompts(tmp_path: Path, pieces: str = "0123456789", **roles: Any) -> Callable[[int], Any]:
-    return server_module._prompts_and_evaluations(_digits_job(pieces, roles=roles), tmp_path)[0]
+    job = _digits_job(pieces, roles=roles)
+    return server_module._prompts_and_evaluations(job, open_tokenizer(job.model), tmp_path)[0]
 
 
 def test_prompt_too_long_for_an_answer_is_refused_for_a_built_model(tmp_path: Path) -> None:
@@ -617,19 +618,21 @@ def test_prompt_of_any_length_is_accepted_if_the_model_is_the_users_own(tmp_path
     assert len(_prompts(tmp_path, trainer=own, rollout=own)(100).tokens) == 100
 
 
-def test_store_with_evaluations_opens_the_tokenizer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[ModelSpec] = []
-
-    def open_and_count(model: ModelSpec) -> Tokenizer:
-        opened.append(model)
-        return open_tokenizer(model)
-
-    monkeypatch.setattr(server_module, "open_tokenizer", open_and_count)
-    job = _digits_job(eval={"every": 1, "count": 2, "task": {"function": f"{__name__}:Digits"}})
-    prompts, evaluations = server_module._prompts_and_evaluations(job, tmp_path)
+@pytest.mark.parametrize("agents", [{}, {"agents": {"command": ["agent"]}}])
+def test_prompts_name_the_file_that_they_are_from(tmp_path: Path, agents: dict[str, Any]) -> None:
+    files = [{"path": str(tmp_path / f"{name}.jsonl"), "name": name} for name in ("even", "odd")]
+    for file in files:
+        Path(file["path"]).write_text('{"question": "1", "answer": "2"}\n')
+    held_out = [{"path": str(tmp_path / "held_out.jsonl"), "name": "new"}]
+    Path(held_out[0]["path"]).write_text('{"question": "3", "answer": "4"}\n')
+    pieces = {"pieces": "0123456789", "chat": {"user": "{content}", "assistant": "{content}"}}
+    model = {"max_length": 20, "tokenizer": pieces}
+    evaluation = {"every": 1, "task": {"files": held_out}}
+    job = _digits_job(task={"files": files}, roles=agents, model=model, eval=evaluation)
+    prompts, evaluations = server_module._prompts_and_evaluations(job, open_tokenizer(job.model), tmp_path)
+    assert [prompts(item).source for item in range(4)] == ["even", "odd", "even", "odd"]
     assert evaluations is not None
-    assert prompts(2).tokens == evaluations.prompt(2).tokens
-    assert opened == [job.model]
+    assert evaluations.prompt(0).source == "new"
 
 
 class InThisProcess:

@@ -12,7 +12,7 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.durable.log import Log, Superseded
-from rrl.roles.trajectories.durable.records import FORMAT, LogFormatError
+from rrl.roles.trajectories.durable.records import FORMAT, LogFormatError, Metrics, encode
 from rrl.roles.trajectories.prompts import FAULTS_WINDOW, MAX_ITEMS_WITHOUT_PROMPT, NO_PROMPT
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
@@ -64,14 +64,14 @@ def _is_fenced(answer: object) -> bool:
 def test_commit_metrics_outlive_store_and_trainer_and_are_returned_in_order(tmp_path: Path) -> None:
     store = open_store(tmp_path, compact_from=0)
     for number in range(1, 7):
-        train(store, number, metrics={"reward": number / 10})
+        train(store, number, metrics={"loss": number / 10})
     store.close()
     again, successor = open_store(tmp_path), incarnation_of("trainer/0", 2)
     again.update_membership((ROLLOUT, REWARD, successor))
     answer = again.metrics(successor, 2)
     assert isinstance(answer, StoredMetrics)
     assert [one.step for one in answer.commits] == [3, 4, 5, 6]
-    assert [one.metrics["reward"] for one in answer.commits] == [0.3, 0.4, 0.5, 0.6]
+    assert [one.metrics["loss"] for one in answer.commits] == [0.3, 0.4, 0.5, 0.6]
     assert all(one.metrics["length_bias"] == 1.0 for one in answer.commits), "the metrics lack the figures of the store"
     assert _is_fenced(again.metrics(TRAINER, 2))
 
@@ -693,7 +693,8 @@ def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_p
         train(store, number)
         assert len(list(tmp_path.iterdir())) == 1
         largest = max(largest, next(tmp_path.glob("log.*")).stat().st_size)
-    assert largest < 50_000  # the records of 120 steps are many times larger; only their metrics are kept
+    metrics = sum(len(encode(Metrics(*step))) for step in store._state.metrics.items())
+    assert largest < 40_000 + 2 * metrics  # the records of 120 steps are larger; only their metrics are kept
     assert len(store._state.trajectories) <= (2 + 2) * BATCH * GROUP
     for audit in (store.audit(), open_store(tmp_path).audit()):
         assert sorted(audit.steps) == list(range(1, 121))
@@ -770,8 +771,8 @@ def test_log_of_format_1_is_refused_in_one_line_and_left_unchanged(tmp_path: Pat
     with pytest.raises(LogFormatError) as refused:
         open_store(tmp_path)
     assert str(refused.value) == (
-        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads format {FORMAT} only; use the"
-        " version of rrl that wrote it, or start a new run"
+        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads formats 4 and {FORMAT} only; use"
+        " the version of rrl that wrote it, or start a new run"
     )
     assert (tmp_path / "log.1").read_bytes() == content
 

@@ -67,6 +67,8 @@ def _settings(draw: st.DrawFn) -> Setting:
         parts=draw(st.sampled_from([0.0, 0.5, 1.0])),
         groups_per_part=draw(st.sampled_from([None, 1, 2, 9])),
         max_part_bytes=draw(st.sampled_from([2**20, 1])),
+        refill=draw(st.sampled_from([None, 0.5, 3.0])),
+        solved=draw(st.sampled_from([0.0, 0.5, 0.9])),
     )
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rrl.core.types import Incarnation
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Denied, Done, Leased, NotReady, PackedPart, PartBound
-from rrl.roles.worker.uncommitted_steps import UncommittedSteps
 from rrl.tests.support.examples import examples
 from rrl.tests.support.roles.trajectories.crew import (
     ALL,
@@ -31,6 +30,7 @@ from rrl.tests.support.roles.trajectories.crew import (
     TRAINER,
     bind,
     commit,
+    figures_of,
     generate,
     incarnation_of,
     lease,
@@ -387,13 +387,6 @@ def test_steps_stay_fresh_after_any_history_with_current_weights(
     run.store.close()
 
 
-def _metrics(batch: PackedPart, staleness: int | None) -> dict[str, float]:
-    """Return the metrics of a batch as the trainer reports them."""
-    steps = UncommittedSteps(staleness)
-    steps.add(batch)
-    return steps.get(batch.number).metrics
-
-
 def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> None:
     store = open_store(tmp_path, staleness=1)
     items = [item.trajectory for item in lease(store, at_most=2 * SIZE, weights=0)]
@@ -403,22 +396,17 @@ def test_batch_metrics_have_token_ages_and_dropped_groups(tmp_path: Path) -> Non
     commit(store, bind(store, 1))
     assert store.append(ROLLOUT, [segment(t, 1, (6, 1), 1) for t in items[SIZE:]], items[SIZE:]) == Done()
     score(store)
-    answer = store.part(TRAINER, 2)
-    assert isinstance(answer, PartBound)
-    ages = {
-        "reward": 1.0,
-        "training_reward": 0.5,
-        "parts": 1.0,
-        "token_age_p50": 0.0,
-        "token_age_max": 1.0,
-        "token_age_run_max": 1.0,
-    }
-    assert _metrics(answer.part, None) == ages
-    assert _metrics(answer.part, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
-    stale = msgspec.structs.replace(answer.part, stale=BATCH)
-    assert _metrics(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    batch = bind(store, 2)
+    ages = {"token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
+    figures = figures_of(store, 2)
+    assert figures.items() >= ages.items()
+    assert "stale_groups" not in figures
+    assert figures_of(store, 2, ages_limited=True) == {**figures, "stale_groups": 0.0, "stale_share": 0.0}
+    store._state.steps[2] = [msgspec.structs.replace(store._state.steps[2][0], stale=BATCH, unscored=2 * BATCH)]
+    shares = {"stale_share": BATCH / (3 * BATCH), "unscored_groups": 2 * BATCH, "unscored_share": 0.5}
+    assert figures_of(store, 2, ages_limited=True).items() >= {"stale_groups": BATCH, **shares}.items()
     assert store.audit().max_age == 0, "tokens of a step that is not committed count"
-    commit(store, bind(store, 2))
+    commit(store, batch)
     assert store.audit().max_age == 1
 
 
