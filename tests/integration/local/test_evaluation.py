@@ -69,7 +69,7 @@ def test_each_evaluation_is_there_once_after_kills_of_every_role_and_the_manager
     recorded = [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.Evaluated)]
     assert [event.step for event in recorded] == DUE
     for event in recorded:
-        shares = {name: 1.0 for name in ("reward", "pass@1", "avg@2", "pass@2")}
+        shares = dict.fromkeys(("reward", "pass@1", "avg@2", "pass@2"), 1.0)
         assert event.metrics == {"count": COUNT * SAMPLES, **shares, "completion_len": 5.0}
     for path in (run.run.path / "batches").glob("*.json"):
         assert all(one["id"] < FIRST_EVALUATED for one in json.loads(path.read_text()))
