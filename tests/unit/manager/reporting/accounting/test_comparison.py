@@ -84,7 +84,7 @@ def test_interval_in_which_a_run_committed_no_step_has_no_reward() -> None:
         (Course([], None, None), course([]), "The job spec of a run cannot be read: its keys are not compared."),
     ],
 )
-def test_what_cannot_be_compared_is_said(one: Course, other: Course, missing: str) -> None:
+def test_what_cannot_be_compared_is_listed(one: Course, other: Course, missing: str) -> None:
     for pair in ((one, other), (other, one)):
         found = compare(*pair)
         assert any(sentence.startswith(missing) for sentence in found.missing)
