@@ -117,7 +117,8 @@ class _Progress:
     """The committed steps of a run, and the times that it had needed at each."""
 
     def __init__(self, course: Course) -> None:
-        self._rows = [row for row in course.rows if row.step]
+        # without a trainer, rows have only logged values
+        self._rows = [row for row in course.rows if row.step and (row.metrics or row.seconds is not None)]
         self.steps = [row.step or 0 for row in self._rows]
         self.train_s: list[float] = []
         self.wall_s: list[float] = []

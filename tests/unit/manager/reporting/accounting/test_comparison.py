@@ -27,6 +27,7 @@ def course(
                 step,
                 1000.0 + step * step_s,
                 "trainer/0#1",
+                step_s,
                 phase_seconds={"train": train_s} if train_s else {},
                 metrics=metrics,
                 evaluation=results.get(step, {}),
@@ -72,13 +73,18 @@ def test_interval_in_which_a_run_committed_no_step_has_no_reward() -> None:
     ("one", "other", "missing"),
     [
         (course([]), course([0.5]), "A run has no committed step: rewards are not compared."),
+        (
+            Course([StepRow(1, 1001.0, "", logged={"eval/0": {"loss": 1.0}})], None, {}),
+            course([0.5]),
+            "A run has no commi",
+        ),
         (course([0.5], train_s=0), course([0.5]), "The trainer of a run did not report the phase `train`"),
         (course([0.5], evaluations={1: 0.5}), course([0.5]), "Only one of the runs has evaluations."),
         (course([0.5], evaluations={1: 0.5}), course([0.5], evaluations={0: 0.5}), "The runs have evaluated no step"),
         (Course([], None, None), course([]), "The job spec of a run cannot be read: its keys are not compared."),
     ],
 )
-def test_what_cannot_be_compared_is_said(one: Course, other: Course, missing: str) -> None:
+def test_what_cannot_be_compared_is_listed(one: Course, other: Course, missing: str) -> None:
     for pair in ((one, other), (other, one)):
         found = compare(*pair)
         assert any(sentence.startswith(missing) for sentence in found.missing)
