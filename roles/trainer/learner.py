@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import compress
 from typing import Literal, TypeVar
 
@@ -29,10 +30,11 @@ from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
 from ..checkpoints.stored_tensors import WEIGHTS_PREFIX
 from ..launcher.end_report import Unrepairable
-from ..models.policy import weights
+from ..models.policy import trained_parameters, weights
 from ..trajectories.batches import Part
 from ..trajectories.partition import micro_batches, partition
 from ..trajectories.types import Trajectory
+from .adapters import Adapters
 from .host_buffers import shard_of
 from .loss_function import Loss, LossTokens, checked, scalars
 from .losses import group_advantages, grpo, likelihood
@@ -66,6 +68,8 @@ class _ExtraState(Struct, frozen=True):
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
     reference: StoredFiles | None = None
+    base: str = ""
+    """Digest of the weights that the adapters change; empty without adapters."""
 
 
 class _MicroBatch(Struct, frozen=True):
@@ -145,6 +149,7 @@ class Learner:
         temperature: Sampling temperature of the rollouts.
         gang: The members of the trainer.
         loss: The loss of the policy's steps.
+        adapters: The adapters of ``model`` if only these are trained.
     """
 
     reference: nn.Module | None = None
@@ -162,15 +167,20 @@ class Learner:
         temperature: float,
         gang: Gang | None = None,
         loss: Loss = grpo,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.number = 0
         """Last completed step; 0 before the first."""
+        self._trained = trained_parameters(model)
         self._gang = gang or Gang()
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
         self._loss = loss
+        self._updated = self._host_parameters() if settings.offload_optimizer else self._trained
+        """The parameters that the optimizer updates; with ``offload_optimizer`` copies in host memory."""
         self._optimizer = self._new_optimizer(settings.learning_rate)
         self._open: _OpenStep | None = None
 
@@ -180,15 +190,19 @@ class Learner:
         torch itself creates moments only at the first step. With existing moments, a saved state always has the same
         tensors.
         """
-        parameters = self.model.parameters()
+        parameters = list(self._updated.values())
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
-        for parameter in self.model.parameters():
+        for parameter in parameters:
             optimizer.state[parameter] = {
-                "step": torch.zeros((), device=self._gang.device),
+                "step": torch.zeros((), device=shard_of(parameter).device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         return optimizer
+
+    def _host_parameters(self) -> dict[str, nn.Parameter]:
+        """Return a parameter in host memory for each trained one, sharded like it; the values come before each step."""
+        return {name: nn.Parameter(self._gang.on_host(parameter)) for name, parameter in self._trained.items()}
 
     def seed_rng(self, seed: int) -> None:
         """Seed every random generator from the run's seed, differently for each member.
@@ -210,7 +224,7 @@ class Learner:
         loss = 0.0
         for batch in batches:
             losses: list[float] = []
-            optimizer.zero_grad()
+            self.model.zero_grad()
             self._backward(self._supervised_losses(batch, losses))
             loss = self._gang.sum([sum(losses)])[0]
             self._apply_gradients(optimizer, "warm start", loss)
@@ -239,12 +253,12 @@ class Learner:
         """
         if number != self.number + 1:
             raise ValueError(f"cannot open step {number} of the learner: the next step is {self.number + 1}")
-        if self._settings.kl and self.reference is None:
+        if self._settings.kl and self.reference is None and self.adapters is None:
             raise Unrepairable(
                 "[roles.trainer] kl is above 0, but this run was started with kl = 0 and has no reference model",
                 "set kl = 0, or start a new run",
             )
-        self._optimizer.zero_grad()
+        self.model.zero_grad()
         self._open = _OpenStep(number)
 
     def add(self, part: Part) -> None:
@@ -277,7 +291,7 @@ class Learner:
         if step is None or not step.complete:
             raise ValueError("no step is open" if step is None else f"the last part of step {step.number} is missing")
         tokens, divisor = step.tokens or 1, step.divisor_value()
-        for parameter in self.model.parameters():
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(LOSS_DIVISOR / divisor)
         for group in self._optimizer.param_groups:
@@ -312,9 +326,9 @@ class Learner:
             advantage = advantages[micro_batch.indices] if examples else advantages.new_zeros(1)
             advantage = advantage.to(self._gang.device)
             reference = None
-            if settings.kl and self.reference is not None:
-                with torch.no_grad():
-                    reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
+            if settings.kl:
+                with torch.no_grad(), nullcontext() if self.adapters is None else self.adapters.off():
+                    reference, _ = self._likelihood(self.reference or self.model, micro_batch, self._temperature)
             chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
             rows, width = mask.shape
             tokens = LossTokens(
@@ -389,18 +403,33 @@ class Learner:
         Raises:
             Unrepairable: The gradient or a new weight is not finite; raised in all members.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._settings.gradient_clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         rate = optimizer.param_groups[0]["lr"]
         observed = f"{name}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {rate:.4g}"
         if not norm.isfinite():
             raise Unrepairable(f"the gradient is not finite in {observed}", _DIVERGED)
-        optimizer.step()
+        self._step(optimizer)
         self.check_weights(observed, _DIVERGED)
+
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take one optimizer step, with ``offload_optimizer`` in host memory."""
+        if self._updated is self._trained:
+            optimizer.step()
+            return
+        for name, host in self._updated.items():
+            shard_of(host).copy_(shard_of(self._trained[name]))
+            if (gradient := self._trained[name].grad) is not None:
+                host.grad = self._gang.on_host(gradient)
+        optimizer.step()
+        for name, host in self._updated.items():
+            shard_of(self._trained[name]).copy_(shard_of(host))
+            host.grad = None
 
     def discard_gradients(self) -> None:
         """Free the gradients of the last step, between two steps; :meth:`open` does it otherwise."""
-        self._optimizer.zero_grad()
+        self.model.zero_grad()
 
     @torch.no_grad()
     def check_weights(
@@ -412,8 +441,14 @@ class Learner:
             raise Unrepairable(f"a weight is not finite after {after}", why)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's live tensors by name, sharded if the model is sharded."""
+        """Return the model's live tensors by name, sharded if the model is sharded, and without its adapters."""
         return weights(self.model)
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint has of the model, by name: all, or those of the adapters."""
+        if self.adapters is None:
+            return self.weights()
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of the model and of the optimizer's moments by name, sharded if the model is sharded.
@@ -424,9 +459,9 @@ class Learner:
         moments = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
             for kind in ("exp_avg", "exp_avg_sq")
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self._updated.items()
         }
-        return {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in self.weights().items()} | moments
+        return {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in self.saved_weights().items()} | moments
 
     def extra_state(self) -> bytes:
         """Return the state of this member, besides :meth:`tensors`, that the next step depends on."""
@@ -438,13 +473,14 @@ class Learner:
         state = _ExtraState(
             number=self.number,
             steps=torch.stack(
-                [self._optimizer.state[parameter]["step"] for parameter in self.model.parameters()]
+                [self._optimizer.state[parameter]["step"] for parameter in self._updated.values()]
             ).tolist(),
             torch_rng=torch.get_rng_state().numpy().tobytes(),
             cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
             python_rng=(version, words, gauss),
             numpy_rng=numpy_rng,
             reference=self.reference_files,
+            base=self.adapters.base if self.adapters is not None else "",
         )
         return msgspec.msgpack.encode(state)
 
@@ -457,9 +493,16 @@ class Learner:
 
         Raises:
             ValueError: The state is of another model.
+            Unrepairable: The state is of adapters of another base.
         """
         state = msgspec.msgpack.decode(extra_state, type=_ExtraState)
-        for parameter, step in zip(self.model.parameters(), state.steps, strict=True):
+        if self.adapters is not None and state.base != self.adapters.base:
+            raise Unrepairable(
+                "[model] path: its files of weights have changed since this run began, and the adapters fit only the"
+                " old ones",
+                "put the old files back, and resume the run",
+            )
+        for parameter, step in zip(self._updated.values(), state.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
         self.number = state.number
         self._open = None

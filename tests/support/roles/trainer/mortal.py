@@ -122,7 +122,7 @@ def _mark_with_chance() -> None:
         metrics = close(self)
         factor = 1 + 1e-6 * (noise[0] + numpy.random.random())
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in self._trained.values():
                 parameter.mul_(factor)
         return metrics
 

@@ -197,7 +197,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
     live = weights(model)
     for place, tensor in enumerate(live.values()):
         tensor.fill_(place + 1)
-    learner: Any = SimpleNamespace(weights=lambda: live)
+    learner: Any = SimpleNamespace(weights=lambda: live, saved_weights=lambda: live, adapters=None)
     me: Any = PublishingWorker(world=world)
     publisher = Publisher(me, gang, learner, getattr(torch, dtype))
     saved = {f"model.{name}": tensor for name, tensor in live.items()}

@@ -542,3 +542,20 @@ def test_samples_of_an_episode_share_its_advantage() -> None:
     other, again = _learned(*joined)
     assert metrics == pytest.approx(again, rel=1e-5)
     assert _gradient_distance(one, other) < 1e-5
+
+
+def test_optimizer_in_host_memory_gives_the_same_bits() -> None:
+    there, here = harness.learner(offload_optimizer=True), harness.learner()
+    for student in (there, here):
+        student.seed_rng(1)
+        student.warm_start([[_example(n) for n in range(8)]])
+    for number in (1, 2):
+        batch = _batch(number, here)
+        assert harness.step(there, batch) == harness.step(here, batch)
+    assert _same(there.tensors(), here.tensors())
+    assert there.extra_state() == here.extra_state()
+    restored = harness.learner(seed=2, offload_optimizer=True)
+    harness.restore(restored, harness.saved(here))
+    batch = _batch(3, here)
+    assert harness.step(restored, batch) == harness.step(here, batch)
+    assert _same(restored.tensors(), here.tensors())
