@@ -2,10 +2,10 @@
 
 The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
 copy and writes them, tensor by tensor, into the memory of the version. If only adapters are trained, the copy has only
-these, and each weight is merged with its adapter on its device (:mod:`.adapters`) before it is cast. Rank 0 receives the shards of the other members
-directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
-process group, because two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends
-the process.
+these, and each weight is merged with its adapter on its device (:mod:`.adapters`) before it is cast. Rank 0 receives
+the shards of the other members directly in this memory. No further copy of the model is made. The publishing threads of
+a gang's members use a separate process group, because two threads on one group would deadlock (docs/sources.md, torch).
+An error in this thread ends the process.
 
 Rank 0 chooses the newest copy and announces its step to the other members; all members skip older copies. If the
 training thread is already copying a newer step into other memory, rank 0 waits for this step. The training thread waits
