@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...core.run_spec import LoraSpec
+from ..checkpoints.adapter_files import A, B
 from ..models.policy import trained_parameters
 from ..models.tensors import first_row
 from .host_buffers import shard_of
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
@@ -60,7 +59,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in trained_parameters(model).items():
         whole = torch.zeros(parameter.shape)
-        if name.endswith(_A):
+        if name.endswith(A):
             nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
         shard = shard_of(parameter)
         shard.copy_(whole[first_row(parameter) : first_row(parameter) + len(shard)])
@@ -101,12 +100,12 @@ class Adapters:
             group: The members, if there are several.
         """
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or (a := module + _A) not in self._parameters:
+        if kind != "weight" or (a := module + A) not in self._parameters:
             return base
         whole, mine = torch.zeros(self._parameters[a].shape), shards[a]
         begin = first_row(self._parameters[a])
         whole[begin : begin + len(mine)] = mine.cpu()
         if group is not None:
             dist.all_reduce(whole, group=group)  # exact: each row comes from one member
-        product = shards[module + _B].to(base.device) @ whole.to(base.device)
+        product = shards[module + B].to(base.device) @ whole.to(base.device)
         return torch.add(base.float(), product, alpha=self._scale)
