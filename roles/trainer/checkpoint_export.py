@@ -222,8 +222,8 @@ def _unchanged_base(run: RunDir, spec: RunSpec, source: Path) -> Path:
     folder = Path(str(spec.model.path))
     if weights_digest(run, folder) != base_digest((source / RANK0_STATE).read_bytes()):
         raise ValueError(
-            f"[model] path: the files of weights in {folder} have changed since the run began, and the adapters fit only"
-            " the old ones; put the old files back"
+            f"[model] path: the files of weights in {folder} have changed since the run began, and the adapters fit"
+            " only the old ones; put the old files back"
         )
     return folder
 
