@@ -20,11 +20,11 @@ from ...cluster.slurm.site import JobLimits, Limit, read_limits
 from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument
 from ...config.job.resolve import resolve_for_submission
-from ...config.job.roles import RolloutRole
+from ...config.job.roles import LoraTable, RolloutRole
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
-from ...config.model_size import weight_count
+from ...config.model_size import adapted_shapes, weight_count
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import NodeGroup, RunSpec
 from ...core.types import UsageError
@@ -43,6 +43,7 @@ from .local_machine import (
     task_file_problems,
     this_machine,
 )
+from .memory import memory_doubt
 from .notifications import notification_problems
 from .role_commands import command_problems
 
@@ -122,6 +123,7 @@ def _preflight(
         *_check_stream(job),
         *_check_extras(job, spec),
         *_check_eval(job),
+        *memory_doubt(spec),
         *lending_doubt(spec),
     ]
     if job.cluster.traits.roles_run_here and (problem := size_problem(job, spec, this_machine())):
@@ -267,6 +269,10 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
             engine = (*job.table_of(name), "engine")
             subject, fix = f'{".".join(engine)} = "{rollout.engine}"', f'{row.install}, or write "torch"'
             yield missing(subject, engine, row.package, fix, rollout.launcher == "direct")
+    trainer = roles.trainer
+    if trainer.lora is not None and trainer.command is None and find_spec("peft") is None:
+        fix = "pip install '.[lora]' in rrl's clone, or remove this table"
+        yield missing("roles.trainer.lora", ("roles", "trainer", "lora"), "peft", fix, trainer.launcher == "direct")
     absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
     for name, role in roles.named().items():
         if absent and name in ("agents", "endpoint"):
@@ -348,9 +354,20 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} at most; lower it")
+    elif trains and (wrong_target := _wrong_target(folder, job.roles.trainer.lora)):
+        problem = Problem(("roles", "trainer", "lora", "targets"), wrong_target)
     else:
         return []
     raise UsageError(with_location(document, problem))
+
+
+def _wrong_target(folder: Path, lora: LoraTable | None) -> str:
+    """Return why a target of adapters cannot be one, as far as the headers of the files of weights show it."""
+    for target in lora.targets if lora is not None else ():
+        if not adapted_shapes(folder, (target,)):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted_shapes(folder)})) or "none"
+            return f"{target!r} is no linear module of the model that can be adapted; there are: {there}"
+    return ""
 
 
 def _check_learning_rates(job: Job, spec: RunSpec) -> list[str]:

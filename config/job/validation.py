@@ -56,6 +56,7 @@ def check(job: Job) -> None:
     _eval(job)
     _checkpoint_steps(job)
     _model(job)
+    _lora(job)
     _dual_clip(job.roles.trainer)
     _late(job)
     _ahead(job)
@@ -189,6 +190,16 @@ def _model(job: Job) -> None:
             ("sampling", "max_new_tokens"),
             f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
             f" {max_length}; lower it or raise max_length",
+        )
+
+
+def _lora(job: Job) -> None:
+    """Check that there is a trained model to adapt."""
+    path = job.model.path if job.model is not None else None
+    if job.roles.trainer.lora is not None and job.task is not None and path is None:
+        raise mistake(
+            ("roles", "trainer", "lora"),
+            "adapts a trained model, but [model] has no path, so that the model is new; remove this table, or set path",
         )
 
 

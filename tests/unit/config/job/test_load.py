@@ -135,6 +135,17 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[task]",
+        "[roles.trainer.lora]\nrank = 8\n[task]",
+        "job.toml:12: roles.trainer.lora: adapts a trained model, but [model] has no path, so that the model is new;"
+        " remove this table, or set path",
+    ),
+    (
+        "[task]",
+        "[roles.trainer.lora]\nrank = 0\n[task]",
+        "job.toml:13: roles.trainer.lora.rank: must be at least 1, not 0",
+    ),
+    (
+        "[task]",
         "[roles.trainer]\nexport = 0\n[task]",
         'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0',
     ),
