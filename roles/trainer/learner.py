@@ -13,7 +13,7 @@ restored from them continues bit for bit as if uninterrupted. If anything were m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from typing import Literal, TypeVar
@@ -214,20 +214,25 @@ class Learner:
         random.seed(seed)
         numpy.random.seed(seed)
 
-    def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
+    def warm_start(
+        self, batches: Iterable[Sequence[Example]], tell: Callable[[int, float], None] = lambda step, loss: None
+    ) -> float:
         """Take one supervised step on the answers of each batch and return the last loss (nats).
+
+        ``tell`` is called after each step, with its number from 1 on and its loss.
 
         Must be called before the first policy update. The optimizer of these steps is discarded, because moments of
         another loss would distort the policy gradient. Raises Unrepairable as :meth:`close` does.
         """
         optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
-        for batch in batches:
+        for step, batch in enumerate(batches, start=1):
             losses: list[float] = []
             self.model.zero_grad()
             self._backward(self._supervised_losses(batch, losses))
             loss = self._gang.sum([sum(losses)])[0]
             self._apply_gradients(optimizer, "warm start", loss)
+            tell(step, loss)
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:

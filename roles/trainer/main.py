@@ -142,7 +142,7 @@ def main() -> None:
             learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
-                learner.warm_start(_examples(me, tokenizer))
+                _warm_start(me, gang, learner, tokenizer)
             if me.job.trainer.kl and lora is None:
                 with me.phase("checkpoint"):
                     folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))
@@ -263,6 +263,20 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None, pinning:
         return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
     return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others, pinning)
+
+
+def _warm_start(me: rrl.Worker, gang: Gang, learner: Learner, tokenizer: Tokenizer) -> None:
+    """Take the supervised steps of ``warm_start_steps``; status and log show their number and loss."""
+    steps = me.job.trainer.warm_start_steps
+
+    def tell(step: int, loss: float) -> None:
+        text = f"warm start {step} of {steps}, loss {loss:.2f}"
+        me.note(text)
+        if gang.rank == 0 and (step % LOG_EVERY_STEPS == 0 or step == steps):
+            _log.info("%s", text)
+
+    learner.warm_start(_examples(me, tokenizer), tell)
+    me.note("")
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
