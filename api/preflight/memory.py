@@ -74,8 +74,7 @@ def rank_memory(spec: RunSpec) -> RankMemory | None:
         tokens = tokens_of_pass(spec)
         device |= {
             "gathered weights": _gathered_bytes(shape, weights, dtype, settings.lora is None) if casts else 0,
-            "activations": _activation_bytes(shape, tokens, dtype, settings.activation_checkpointing),
-            "logits": _logit_bytes(shape, tokens, dtype, settings.lora is None),
+            **pass_bytes(shape, tokens, dtype, settings.activation_checkpointing, settings.lora is None),
         }
     copies = _SNAPSHOT_COPIES * (2 if spec.nodes > 1 else 1) if settings.snapshots else min(settings.uncommitted, 2)
     host = {
@@ -108,18 +107,22 @@ def _adapter_weights(spec: RunSpec, lora: LoraSpec) -> int:
     return sum(lora.rank * sum(shape) for shape in shapes.values())
 
 
-def _activation_bytes(shape: Shape, tokens: int, dtype: int, checkpointing: bool) -> int:
-    """Return what the layers keep for the backward pass; with ``checkpointing`` their inputs, and all of one layer.
+def pass_bytes(shape: Shape, tokens: int, dtype: int, checkpointing: bool, trains_head: bool) -> dict[str, int]:
+    """Return the memory of a forward and backward pass besides gradients of weights, by what it holds.
 
-    A layer keeps four matrices of the MLP; queries, keys, values and the output of the attention; and for each norm the
-    float32 input, the normed input, and the product with the norm's weight. An attention without a matrix of scores.
+    A layer keeps four matrices of the MLP; queries, keys, values and the output of the attention, which makes no matrix
+    of scores; and for each norm the float32 input, the normed input, and the product with the norm's weight. With
+    ``checkpointing`` the layers keep their inputs, and the backward pass has all of one layer at a time. It also has
+    the gradients of two matrices of an MLP. When it begins, it has a piece of logits instead.
     """
     norm = _FLOAT32 + dtype
     layer = dtype * (4 * shape.intermediate + 2 * (shape.queries + shape.keys)) + 2 * (norm + dtype) * shape.width
     if shape.normed_heads:
         layer += norm * (shape.queries + shape.keys)
-    kept = shape.layers * dtype * shape.width + layer if checkpointing else shape.layers * layer
-    return tokens * (kept + (norm + dtype) * shape.width)
+    kept = shape.layers * (dtype * shape.width if checkpointing else layer) + (norm + dtype) * shape.width
+    in_work = tokens * (2 * dtype * shape.intermediate + (layer if checkpointing else 0))
+    logits = _logit_bytes(shape, tokens, dtype, trains_head)
+    return {"activations": tokens * kept, **({"logits": logits} if logits > in_work else {"a layer at work": in_work})}
 
 
 def _logit_bytes(shape: Shape, tokens: int, dtype: int, trains_head: bool) -> int:

@@ -69,6 +69,7 @@ def _published(student: Learner, dtype: torch.dtype = torch.float32) -> dict[str
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
+    model.set_attn_implementation("sdpa")  # that of packed sequences needs their bounds
     logits: torch.Tensor = model(input_ids=_TOKENS).logits
     return logits
 
