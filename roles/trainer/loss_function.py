@@ -25,8 +25,10 @@ from ...config.import_paths import LOSS_ARGUMENTS, LOSSES
 from ...core.run_spec import TrainerSettings
 from ..models.tasks import TaskError, import_row
 
-OWN_METRICS = frozenset({"loss", "reward", "training_reward", "tokens", "staleness"})
-"""Metrics that a step has with any loss."""
+OWN_METRICS = frozenset(
+    {"loss", "reward", "training_reward", "tokens", "trained_share", "staleness", "grad_norm", "learning_rate"}
+)
+"""Metrics that a step has with any loss, and that no statistic of a loss may replace."""
 
 
 class LossTokens(Struct, frozen=True):
@@ -50,7 +52,10 @@ class LossTokens(Struct, frozen=True):
     reference_logprobs: Tensor | None
     """[N]: log-probabilities under the initial policy; None if ``[roles.trainer] kl`` is 0."""
     starts: Tensor
-    """[S] int64, ascending: the position at which each sequence begins."""
+    """[S] int64, ascending: the position at which each sequence begins. In a job with agents, each sample of an episode
+    is a sequence."""
+    limit: int
+    """Largest number of trained tokens that a sequence of this job can have."""
 
 
 class LossSum(Struct, frozen=True):
