@@ -2,7 +2,7 @@
 
 ``loss`` is a row of :data:`rrl.config.import_paths.LOSSES`, or ``module:function`` beside job.toml. The function is
 ``loss(tokens, settings)``, with a :class:`LossTokens` and the ``[roles.trainer]`` table, and returns a
-:class:`LossSum`. :func:`.losses.grpo` is an example.
+:class:`LossSum`. :func:`.losses.grpo` and its neighbours are examples.
 
 A step consists of many calls: for each micro-batch of each part of the batch, in each member of the trainer. How many
 tokens and sequences the step has is known only after the last call. So a call returns sums and names their divisor. The
@@ -78,7 +78,8 @@ Loss = Callable[[LossTokens, TrainerSettings], LossSum]
 
 def load_loss(name: str, folder: Path) -> Loss:
     """Return the loss that ``[roles.trainer] loss`` names (:func:`..models.tasks.import_row`)."""
-    return import_row(name, LOSSES, folder, "loss", "roles.trainer", LOSS_ARGUMENTS)
+    functions = {loss: row.function for loss, row in LOSSES.items()}
+    return import_row(name, functions, folder, "loss", "roles.trainer", LOSS_ARGUMENTS)
 
 
 def checked(returned: Any, divisor: str | float | None) -> LossSum:
