@@ -539,7 +539,7 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
     return list(first.values())
 
 
-def _trainable(trajectories: tuple[Trajectory, ...], truncated: str) -> tuple[Trajectory, ...]:
+def _trainable(trajectories: Sequence[Trajectory], truncated: str) -> Sequence[Trajectory]:
     """Return the trajectories of a part as ``[roles.trainer] truncated`` says.
 
     With ``mask``, no token of a truncated trajectory is trained. With ``drop``, it is left out, and so is a group with

@@ -51,7 +51,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, floor: float, *, by_std: b
     _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(counts), dtype=rewards.dtype)
     mean = zeros.index_add(0, index, rewards) / counts
-    centred = rewards - mean[index]
+    centred: Tensor = rewards - mean[index]
     if not by_std:
         return centred
     variance = zeros.index_add(0, index, centred.square()) / (counts - 1).clamp(min=1)

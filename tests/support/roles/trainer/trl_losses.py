@@ -72,9 +72,8 @@ def answers() -> Answers:
         rows["old"].append([value - dice.uniform(-1, 1) * LARGEST_LOG_RATIO for value in new])
         rows["reference"].append([value + dice.gauss(0, 0.5) for value in new])
         rows["mask"].append([float(at < length and (at == 0 or dice.random() < 0.9)) for at in range(LIMIT)])
-    tensors = (torch.tensor(values).double() for values in rows.values())
-    advantages = torch.tensor([dice.gauss(0, 1) for _ in LENGTHS])
-    return Answers(*tensors, advantages.double())
+    logprobs, sampler, reference, mask = (torch.tensor(values).double() for values in rows.values())
+    return Answers(logprobs, sampler, reference, mask, torch.tensor([dice.gauss(0, 1) for _ in LENGTHS]).double())
 
 
 def ours(case: Case, **changes: Any) -> tuple[float, Tensor]:
@@ -113,7 +112,7 @@ def ours(case: Case, **changes: Any) -> tuple[float, Tensor]:
 
 def trls(case: Case) -> tuple[float, Tensor]:
     """Return TRL's loss and its gradient by the log-probabilities, [B, T], computed in float64."""
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
     given = answers()
     logprobs = given.logprobs.clone().requires_grad_()

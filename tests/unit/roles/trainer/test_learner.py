@@ -246,7 +246,7 @@ def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
 def test_the_learning_rate_follows_its_schedule_after_the_warm_up() -> None:
     assert _rates((1, 6, 10), schedule="constant") == [1, 1, 1]
     cosine = _rates((1, 6, 10), schedule="cosine")
-    assert (cosine[0], cosine[1]) == (1, pytest.approx(0.625))
+    assert cosine[:2] == pytest.approx([1, 0.625])
     assert 0.25 < cosine[2] < 0.3
     assert _rates((1, 2, 3, 4, 5), schedule="constant", warmup=3) == [0.25, 0.5, 0.75, 1, 1]
     assert _rates((4, 8), warmup=2) == [1 - 1 / 8, 1 - 5 / 8]
@@ -292,8 +292,7 @@ def test_truncated_answers_are_trained_masked_or_dropped() -> None:
 def test_group_with_fewer_than_two_answers_that_are_not_truncated_has_no_gradient() -> None:
     """An entropy bonus would train the answer that is left, although there is nothing to compare it with."""
     batch = _batch(1, harness.learner(seed=3))
-    changes = {"truncated": "drop", "entropy": 0.5}
-    left = _gradient_of(harness.learner(**changes), _truncated(batch, 0, 1, 2))
+    left = _gradient_of(harness.learner(truncated="drop", entropy=0.5), _truncated(batch, 0, 1, 2))
     expected = _gradient_of(harness.learner(entropy=0.5), _without(batch, 0, 1, 2, 3))
     for name, gradient in expected.items():
         assert torch.allclose(left[name], gradient, rtol=1e-5, atol=1e-7)
