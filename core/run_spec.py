@@ -460,7 +460,6 @@ class TrainerSettings(Struct, frozen=True):
     truncated: Literal["train", "mask", "drop"] = "train"
     entropy: float = 0.02
     kl: float = 0.0
-    micro_batch: int | None = None
     micro_batch_tokens: int | None = None
     activation_checkpointing: bool = False
     offload_optimizer: bool = False

@@ -34,12 +34,15 @@ _BUILT_IN = {
     "agents": "rrl.roles.agents.main",
     "endpoint": "rrl.roles.endpoint.main",
 }
+_PASS_TOKENS = 8192
+"""Most tokens of one pass by default: with so many, matrix products take full advantage of a GPU."""
 _TRAINED_MODEL = {
     "learning_rate": 1e-6,
     "entropy": 0.0,
     "warm_start_learning_rate": 1e-5,
     "warmup": 5,
     "activation_checkpointing": True,
+    "micro_batch_tokens": _PASS_TOKENS,
 }
 """Defaults of the trainer of a model in a folder (docs/sources.md, the learning)."""
 _LORA_LEARNING_RATE = 1e-5
@@ -131,6 +134,8 @@ def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
     is_trained = job.model is not None and job.model.path is not None
     of_trainer = _TRAINED_MODEL if is_trained else _BUILT_MODEL
+    if is_trained and job.model is not None and job.model.max_length is not None:
+        of_trainer = of_trainer | {"micro_batch_tokens": min(job.model.max_length, _PASS_TOKENS)}
     if is_trained and job.roles.trainer.lora is not None:
         of_trainer = of_trainer | {"learning_rate": _LORA_LEARNING_RATE}
     filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}

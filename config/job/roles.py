@@ -141,11 +141,9 @@ class TrainerRole(Role):
     kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
     """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0, a frozen copy of the initial
     model is kept."""
-    micro_batch: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch
-    """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch_tokens
     """Tokens, prompts included, per rank in one forward and backward pass, whose gradients are accumulated; a longer
-    trajectory is alone. Default: all at once."""
+    trajectory is alone. Default: all at once, or with [model] path max_length, but at most 8192."""
     activation_checkpointing: bool | None = None
     """Compute the activations of each layer again in the backward pass instead of keeping them; default: false, or true
     with [model] path."""

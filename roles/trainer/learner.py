@@ -25,7 +25,6 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
@@ -36,17 +35,14 @@ from ..trajectories.batches import Part
 from ..trajectories.partition import micro_batches, partition
 from ..trajectories.types import Trajectory
 from .host_buffers import shard_of
+from .likelihood import likelihood, recompute_blocks
 from .loss_function import Loss, LossTokens, checked, scalars
-from .losses import group_advantages, grpo, likelihood, statistics_of
+from .losses import group_advantages, grpo, statistics_of
+from .packing import Example, MicroBatch, pack, use_packed_attention
 from .process_group import Gang
-
-Example = tuple[Sequence[int], Sequence[int]]
-"""Prompt and answer as tokens, for the supervised warm start."""
 
 _T = TypeVar("_T")
 
-_PADDING: Example = (0,), (0,)
-"""Example of a padding micro-batch; every vocabulary has the token 0."""
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, such as the number of answer tokens of
 the step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the right
@@ -67,20 +63,6 @@ class _ExtraState(Struct, frozen=True):
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
     reference: StoredFiles | None = None
-
-
-class _MicroBatch(Struct, frozen=True):
-    """Some examples of a member, padded to one rectangle."""
-
-    tokens: Tensor
-    """Tokens, [B, L]."""
-    mask: Tensor
-    """Mask of the answer tokens, [B, T] with T = L - ``first``."""
-    first: int
-    """Length of the shortest prompt, before whose end no logits are needed."""
-    indices: Sequence[int]
-    """Indices of the examples among those of all members. It is empty for a padding micro-batch, which only keeps the
-    number of micro-batches equal in all members and has one example that is not trained."""
 
 
 class _Statistics(Struct):
@@ -177,6 +159,8 @@ class Learner:
         self._temperature = temperature
         self._limit = limit
         self._loss = loss
+        if settings.activation_checkpointing:
+            recompute_blocks(model)
         self._optimizer = self._new_optimizer(settings.learning_rate)
         self._open: _OpenStep | None = None
 
@@ -234,8 +218,8 @@ class Learner:
         The loss is the cross entropy of the micro-batch, divided by the number of the whole batch's answer tokens.
         """
         answers = sum(len(answer) for _, answer in batch)
-        for micro_batch in self._micro_batches(batch):
-            chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
+        for micro_batch in self._micro_batches(batch, [range(len(answer)) for _, answer in batch]):
+            chosen, _ = likelihood(self.model, micro_batch, 1.0)
             loss = -torch.where(micro_batch.mask, chosen, 0.0).sum() / answers
             losses.append(loss.item())
             yield loss
@@ -325,26 +309,25 @@ class Learner:
         settings, trajectories = self._settings, part.trajectories
         advantages = self._advantages(trajectories)
         pairs = [(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]
-        for micro_batch in self._micro_batches(pairs, part.index):
-            examples = [trajectories[index] for index in micro_batch.indices]
-            mask = _trained_mask(micro_batch, examples)
-            old = _scatter([_unmasked(example.logprobs, example) for example in examples], mask)
-            advantage = advantages[micro_batch.indices] if examples else advantages.new_zeros(1)
-            advantage = advantage.to(self._gang.device)
+        trained = [_unmasked(range(len(trajectory.tokens)), trajectory) for trajectory in trajectories]
+        for batch in self._micro_batches(pairs, trained, part.index):
+            examples = [trajectories[index] for index in batch.indices]
+            old = _scatter([_unmasked(example.logprobs, example) for example in examples], batch.mask)
+            advantage = (advantages[batch.indices] if examples else advantages.new_zeros(1)).to(self._gang.device)
+            counts = batch.starts.diff(append=batch.starts.new_tensor([len(batch.targets)]))
             reference = None
             if settings.kl and self.reference is not None:
                 with torch.no_grad():
-                    reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
-            chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
-            rows, width = mask.shape
+                    reference, _ = likelihood(self.reference, batch, self._temperature)
+            chosen, entropy = likelihood(self.model, batch, self._temperature)
             tokens = LossTokens(
-                chosen.flatten(),
-                old.flatten(),
-                advantage.repeat_interleave(width),
-                mask.flatten(),
-                entropy.flatten(),
-                None if reference is None else reference.flatten(),
-                torch.arange(rows, device=mask.device) * width,
+                chosen,
+                old,
+                advantage.repeat_interleave(counts),
+                batch.mask,
+                entropy,
+                reference,
+                batch.starts,
                 self._limit,
             )
             result = checked(self._loss(tokens, settings), step.divisor)
@@ -366,23 +349,28 @@ class Learner:
         places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
         return advantages[[places[trajectory.id] for trajectory in trajectories]]
 
-    def _micro_batches(self, pairs: Sequence[Example], first: int = 0) -> Iterator[_MicroBatch]:
-        """Yield this member's examples, ``micro_batch`` at a time; ``first`` as in :func:`.partition.partition`.
+    def _micro_batches(
+        self, pairs: Sequence[Example], trained: Sequence[Sequence[int]], first: int = 0
+    ) -> Iterator[MicroBatch]:
+        """Yield this member's examples, at most ``micro_batch_tokens`` tokens at a time.
 
-        All members yield the same number of micro-batches.
+        All members yield the same number of micro-batches. A model that cannot attend within sequences gets each
+        example alone.
+
+        Args:
+            pairs: The examples of all members.
+            trained: The trained positions in the answer of each example.
+            first: As in :func:`.partition.partition`.
         """
-        shares = partition([len(prompt) + len(answer) for prompt, answer in pairs], self._gang.world, first)
-        size = self._settings.micro_batch or len(pairs)
-        for places in micro_batches([1] * len(pairs), shares, self._gang.rank, size):
-            indices = [shares[self._gang.rank][place] for place in places]
-            tokens, mask, start = _pad([pairs[index] for index in indices] or [_PADDING])
-            mask = mask & bool(indices)
-            tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
-            yield _MicroBatch(tokens, mask, start, indices)
-
-    def _likelihood(self, model: nn.Module, micro_batch: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = _logits(model, micro_batch.tokens, micro_batch.first)
-        return likelihood(logits, micro_batch.tokens[:, micro_batch.first :], temperature)
+        sizes = [len(prompt) + len(answer) for prompt, answer in pairs]
+        shares = partition(sizes, self._gang.world, first)
+        most = self._settings.micro_batch_tokens or sum(sizes)
+        if not use_packed_attention(self.model):
+            most = 1
+        for places in micro_batches(sizes, shares, self._gang.rank, most):
+            indices = sorted((shares[self._gang.rank][place] for place in places), key=sizes.__getitem__)
+            examples, places_trained = [pairs[index] for index in indices], [trained[index] for index in indices]
+            yield pack(examples, places_trained, indices, self._gang.device)
 
     def _share_of_learning_rate(self, number: int) -> float:
         """Return the factor of the learning rate: below 1 in the steps of the warm-up, 1 after them, then falling.
@@ -514,23 +502,6 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
-    """Return pairs of a prompt and its answer as the rows of one tensor; shorter rows are padded on the right.
-
-    Returns:
-        Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt,
-        before whose end no logits are needed. Padding is token 0; it does not influence real tokens, since attention is
-        causal.
-    """
-    rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
-    tokens = pad_sequence(rows, batch_first=True)
-    start = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
-    end = torch.tensor([len(row) for row in rows])[:, None]
-    first = int(start.min())
-    position = torch.arange(first, tokens.shape[1])[None, :]
-    return tokens, (position >= start) & (position < end), first
-
-
 def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return the index of the first sample of each episode; in a job without agents, the index of each trajectory."""
     first: dict[int, int] = {}
@@ -567,28 +538,7 @@ def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
     return list(compress(values, trained))
 
 
-def _trained_mask(micro_batch: _MicroBatch, examples: Sequence[Trajectory]) -> Tensor:
-    """Return the mask of the answer tokens of ``examples`` that are trained, [B, T]."""
-    if not any(example.masked for example in examples):
-        return micro_batch.mask
-    mask = micro_batch.mask.clone()
-    for row, example in zip(mask, examples, strict=True):
-        begin = len(example.prompt) - micro_batch.first
-        for start, count in example.masked:
-            row[begin + start : begin + start + count] = False
-    return mask
-
-
 def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """Put one value per answer token where the mask is set, row by row, and zeros elsewhere: [B, T] float."""
+    """Put one value per trained token where the mask is set, row by row, and zeros elsewhere: [M] float."""
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, flat)
-
-
-def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
-    """Return the logits that predict the tokens from position ``first`` on: [B, L - first, vocabulary]."""
-    needed = tokens.shape[1] - first
-    kept = max(1, needed)  # 0 would keep all logits, but answers without tokens need none
-    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
-    surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
-    return logits[:, surplus:].contiguous() if surplus else logits

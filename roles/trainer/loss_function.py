@@ -34,9 +34,8 @@ OWN_METRICS = frozenset(
 class LossTokens(Struct, frozen=True):
     """The answer tokens of some sequences, one sequence after the other: N positions of S sequences.
 
-    Positions that are not trained are in the tensors too: tokens that no model sampled (answers of tools), and padding.
-    Their values may be anything, also infinite. All tensors are on the trainer's device, and float32 where nothing else
-    is said. An implementation may have padding or none, and whole batches or a single sequence in a call.
+    Positions that are not trained may be in the tensors too. Their values may be anything, also infinite. All tensors
+    are on the trainer's device, and float32 where nothing else is said.
     """
 
     logprobs: Tensor

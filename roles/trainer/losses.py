@@ -9,25 +9,17 @@ act on the same importance ratio r = pi / sampler.
 - GSPO: arXiv:2507.18071.
 
 docs/losses.md has the formulas. tests/unit/roles/trainer/test_losses.py compares each loss with those of TRL.
-
-With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions, the
-backward pass would need four more float32 tensors of this size: the scaled logits, their log-softmax, its exponential,
-and the product of the last two. Here the logits are instead processed in pieces that are computed twice, and the
-gradient overwrites the logits (measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...core.run_spec import TrainerSettings
-from ..models.policy import log_probs
 from .loss_function import LossSum, LossTokens
 
 _MAX_LOG_RATIO = 20.0
@@ -207,71 +199,3 @@ def _sequence_sums(values: Tensor, starts: Tensor) -> Tensor:
     lengths = torch.diff(starts, append=starts.new_tensor([len(values)]))
     sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
     return sums.repeat_interleave(lengths, output_size=len(values))
-
-
-_LOGITS_PER_PIECE = 2**21
-"""Number of logits in a piece: 8 MiB in float32, of which a few copies exist at once. The batch of a small model is one
-piece."""
-
-
-def likelihood(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of tokens.
-
-    The backward pass overwrites ``logits`` with their gradient, so the caller must not use them afterwards.
-
-    Args:
-        logits: [B, T, vocabulary], any floating dtype.
-        tokens: [B, T].
-        temperature: Temperature of the distribution.
-
-    Returns:
-        The log-probability of each token as :func:`rrl.roles.models.policy.log_probs` defines it, and the entropy
-            (nats) of its distribution; both [B, T], float32 and differentiable.
-    """
-    result: tuple[Tensor, Tensor] = _Likelihood.apply(logits, tokens, temperature)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Likelihood(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        chosen = torch.empty(tokens.shape, device=logits.device)
-        entropy = torch.empty(tokens.shape, device=logits.device)
-        flat = chosen.flatten(), entropy.flatten()
-        for rows_slice, piece in _pieces(logits):
-            log_probabilities = log_probs(piece, temperature)
-            flat[0][rows_slice] = log_probabilities.gather(1, tokens.flatten()[rows_slice, None])[:, 0]
-            flat[1][rows_slice] = -(log_probabilities.exp() * log_probabilities).sum(-1)
-        ctx.save_for_backward(logits, tokens, entropy)
-        ctx.temperature = temperature
-        return chosen, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor, of_entropy: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of the logits.
-
-        With p the probabilities and H the entropy: d log p[c] / dz = onehot(c) - p, and dH / dz = -p (log p + H).
-        """
-        logits, tokens, entropy = ctx.saved_tensors
-        for rows_slice, piece in _pieces(logits):
-            log_probabilities = log_probs(piece, ctx.temperature)
-            by_chosen, by_entropy = of_chosen.flatten()[rows_slice, None], of_entropy.flatten()[rows_slice, None]
-            share = log_probabilities.exp()
-            slope = (
-                log_probabilities.add_(entropy.flatten()[rows_slice, None])
-                .mul_(by_entropy)
-                .add_(by_chosen)
-                .mul_(share)
-                .neg_()
-            )
-            slope.scatter_add_(1, tokens.flatten()[rows_slice, None], by_chosen)
-            piece.copy_(slope.div_(ctx.temperature))
-        return logits.detach(), None, None
-
-
-def _pieces(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return (slice of the rows, their logits as a view [n, vocabulary]) for each piece."""
-    rows = logits.detach().view(-1, logits.shape[-1])
-    size = max(1, _LOGITS_PER_PIECE // logits.shape[-1])
-    return [(slice(start, start + size), rows[start : start + size]) for start in range(0, len(rows), size)]

@@ -45,9 +45,10 @@ from . import restore
 from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, PinnedMemory, buddy_of
-from .learner import Example, Learner
+from .learner import Learner
 from .lending import Batons, DeviceState, Lender, await_memory
 from .loss_function import load_loss
+from .packing import Example
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 

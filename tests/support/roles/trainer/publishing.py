@@ -146,7 +146,7 @@ def compare(rank: int, world: int, folder: str, dtype: str, batches: Sequence[Ba
     gang = gang_of(rank, world, folder)
     sent: torch.dtype = getattr(torch, dtype)
     model = gang.shard(build_model(harness.SMALL, 13, seed=0), sent)
-    student = Learner(model, harness.settings(micro_batch=2), steps=len(batches), temperature=1.0, gang=gang)
+    student = Learner(model, harness.settings(micro_batch_tokens=12), steps=len(batches), temperature=1.0, gang=gang)
     run = RunDir(Path(folder, "run"))
     if rank == 0:
         run.create()

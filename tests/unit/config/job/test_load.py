@@ -933,6 +933,7 @@ def test_renamed_key_is_reported_with_its_new_name(
         ("roles.rollout", "warm", 'spare = ["rollout", "train"] in [tags]: spare nodes then generate'),
         ("roles.trainer", "standbys", 'rollout = ["train"] in [tags], or [] for none'),
         ("roles.trainer", "donor_rollouts", 'rollout = ["train"] in [tags], or [] for none'),
+        ("roles.trainer", "micro_batch", "micro_batch_tokens, which counts tokens, not trajectories"),
         (
             "recovery",
             "failure_rate",

@@ -15,10 +15,11 @@ from rrl.roles.launcher.end_report import Unrepairable
 from rrl.roles.models.policy import build_model, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
-from rrl.roles.trainer.learner import Example, Learner
+from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.loss_function import Loss
 from rrl.roles.trainer.losses import cispo, grpo, gspo
 from rrl.roles.trainer.main import warmup
+from rrl.roles.trainer.packing import Example
 from rrl.roles.trajectories.batches import Batch, Part
 from rrl.roles.trajectories.types import Trajectory
 from rrl.tests.support.roles.trainer import harness
@@ -336,7 +337,8 @@ def test_step_in_which_all_ratios_are_outside_of_the_mask_changes_nothing() -> N
 def test_parts_and_micro_batches_make_the_step_of_the_whole_with_every_loss(loss: Loss, normalise: str) -> None:
     batch = _batch(1, harness.learner(seed=3))
     whole, parts = (
-        harness.learner(normalise=normalise, ratio_mask=(0.5, 3.0), kl=0.0, micro_batch=size) for size in (None, 3)
+        harness.learner(normalise=normalise, ratio_mask=(0.5, 3.0), kl=0.0, micro_batch_tokens=size)
+        for size in (None, 14)
     )
     whole._loss = parts._loss = loss
     whole._limit = parts._limit = 3
@@ -375,10 +377,10 @@ def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = N
     return observed
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 100])
+@pytest.mark.parametrize("size", [1, 20, 1000])
 def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
     """The reference is another model, so that the KL divergence counts, too."""
-    whole, parts = (harness.learner(kl=0.1, micro_batch=each) for each in (None, size))
+    whole, parts = (harness.learner(kl=0.1, micro_batch_tokens=each) for each in (None, size))
     for each in (whole, parts):
         each.reference = harness.learner(seed=5).model
     batch = _batch(1, harness.learner(seed=3))
@@ -395,16 +397,16 @@ def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> Non
     pairs = [_example(n) for n in range(7)]
     counted = []
     for rank in range(3):
-        student = harness.learner(micro_batch=1)
+        student = harness.learner(micro_batch_tokens=1)
         student._gang.rank, student._gang.world = rank, 3
-        parts = list(student._micro_batches(pairs))
+        parts = list(student._micro_batches(pairs, [range(len(answer)) for _, answer in pairs]))
         counted.append([int(part.mask.sum()) > 0 for part in parts])
         assert [bool(part.indices) for part in parts] == counted[-1]
     assert counted == [[True, True, True], [True, True, False], [True, True, False]]
 
 
 def test_warm_start_in_micro_batches_equals_the_whole_one() -> None:
-    whole, parts = (harness.learner(micro_batch=each) for each in (None, 3))
+    whole, parts = (harness.learner(micro_batch_tokens=each) for each in (None, 20))
     examples = [[_example(n) for n in range(8)]] * 3
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
 
@@ -413,7 +415,7 @@ def test_answer_without_tokens_has_no_effect_on_the_loss() -> None:
     made = _batch(1, harness.learner())
     empty = msgspec.structs.replace(made.trajectories[2], tokens=(), logprobs=(), versions=())
     batch = msgspec.structs.replace(made, trajectories=(*made.trajectories[:2], empty, *made.trajectories[3:]))
-    whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch=1)
+    whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch_tokens=1)
     for student in (whole, parts):
         student.reference = build_model(harness.SMALL, 13, seed=7)
     expected, metrics_reported = harness.step(whole, batch), harness.step(parts, batch)
@@ -494,7 +496,7 @@ def _distance(one: Learner, other: Learner) -> float:
     return max((tensor - others[name]).abs().max().item() for name, tensor in one.weights().items())
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3, "kl": 0.1, "gradient_clip": 0.01}])
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 16, "kl": 0.1, "gradient_clip": 0.01}])
 def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(changes: dict[str, Any]) -> None:
     whole, expected = _taught("batch", **changes)
     moved = _distance(whole, harness.learner())
@@ -522,7 +524,7 @@ def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
 
 
 def test_the_same_parts_twice_give_the_same_bits() -> None:
-    changes = {"micro_batch": 3, "kl": 0.1}
+    changes = {"micro_batch_tokens": 16, "kl": 0.1}
     (one, metrics), (other, metrics_again) = _taught("random", **changes), _taught("random", **changes)
     assert _same(one.tensors(), other.tensors())
     assert one.extra_state() == other.extra_state()
