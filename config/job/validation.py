@@ -28,6 +28,7 @@ from .base import mistake
 from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, ReplicaRange, Role, RolloutPool, TrainerRole, TrajectoriesRole
 from .schema import Job, PhaseTable, SamplingTable, TaskTable
+from .trainer_validation import check_trainer
 
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
@@ -56,7 +57,7 @@ def check(job: Job) -> None:
     _eval(job)
     _checkpoint_steps(job)
     _model(job)
-    _dual_clip(job.roles.trainer)
+    check_trainer(job.roles.trainer)
     _late(job)
     _ahead(job)
     _extras(job)
@@ -201,12 +202,6 @@ def _checkpoint_steps(job: Job) -> None:
         if isinstance(number, int) and number < steps and number % every:
             message = f"step {number} would have no checkpoint; write a multiple of checkpoint_every = {every}"
             raise mistake(at, f"{message} ([roles.trainer])")
-
-
-def _dual_clip(trainer: TrainerRole) -> None:
-    if trainer.dual_clip <= 1 + trainer.clip:
-        text = f"{trainer.dual_clip:g} is not more than 1 + clip = {1 + trainer.clip:g}; raise it, or lower clip"
-        raise mistake(("roles", "trainer", "dual_clip"), text)
 
 
 def _agents(job: Job) -> None:

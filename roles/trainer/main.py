@@ -33,7 +33,8 @@ from torch.distributed.fsdp import fully_shard
 
 import rrl
 
-from ...core.run_spec import ModelSpec
+from ...config.model_folder import max_length
+from ...core.run_spec import ModelSpec, RunSpec
 from ...core.types import NodeName
 from ..launcher.end_report import Unrepairable, exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
@@ -116,6 +117,7 @@ def main() -> None:
             me.job.trainer,
             steps=me.job.steps,
             temperature=me.job.sampling.temperature,
+            limit=_limit(me.job),
             gang=gang,
             loss=loss,
         )
@@ -136,7 +138,9 @@ def main() -> None:
             learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
-                learner.warm_start(_examples(me, tokenizer))
+                supervised = learner.warm_start(_examples(me, tokenizer))
+            if me.job.trainer.warm_start_steps and gang.rank == 0:
+                _log.info("warm start: %d steps, loss %.4g nats", me.job.trainer.warm_start_steps, supervised)
             if me.job.trainer.kl:
                 with me.phase("checkpoint"):
                     folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))
@@ -156,6 +160,13 @@ def main() -> None:
         if batons is not None:
             lender = Lender(me, gang, batons, DeviceState(learner, gang.device, saver.layout, pinning), saver)
         _train(me, gang, learner, saver, publisher, restore_point, lender)
+
+
+def _limit(job: RunSpec) -> int:
+    """Return the largest number of trained tokens of a sequence; an agent may send any prompt and answers to it."""
+    if job.agents is None and job.endpoint is None:
+        return job.sampling.max_new_tokens
+    return max_length(job.model.path, job.model.max_length)
 
 
 def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
@@ -216,6 +227,10 @@ def _train(
             metrics |= lender.metrics()
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
+        if not metrics["grad_norm"] and gang.rank == 0:
+            _log.warning(
+                "step %d has no gradient (%d trained tokens), and changes no weight", part.number, metrics["tokens"]
+            )
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             _log.info("step %d: %s", part.number, text)

@@ -9,6 +9,7 @@ import collections
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -38,12 +39,12 @@ Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
 """A function of the item's index and the answer's tokens, which returns (reward, training reward)."""
 
 
-def settings(**changes: float | None) -> TrainerSettings:
+def settings(**changes: Any) -> TrainerSettings:
     """Return the default trainer settings of job.toml with ``changes``."""
     return msgspec.structs.replace(TrainerSettings(), **changes)
 
 
-def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float | None) -> Learner:
+def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: Any) -> Learner:
     return Learner(build_model(SMALL, vocabulary, seed), settings(**changes), steps=steps, temperature=1.0)
 
 

@@ -33,14 +33,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(named, torch.autograd.grad(loss, [*named.values()]), strict=True))
 
 
-class LargestLogits(TorchDispatchMode):
+class LargestLogits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the bytes of the largest tensor of logits that any operation returns.
 
     These are the tensors [..., vocabulary], but not [hidden size, vocabulary]: the weight of the head and its gradient.
     """
 
     def __init__(self, vocabulary: int, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary, self._of_head = vocabulary, (hidden_size, vocabulary)
         self.nbytes = 0
 
@@ -54,17 +54,18 @@ class LargestLogits(TorchDispatchMode):
         return result
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that operations have allocated and that still exist."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
     def nbytes(self) -> int:
         """Return their sum."""
-        return sum(nbytes for storage, nbytes in self._storages.values() if not storage.expired())
+        alive = (nbytes for storage, nbytes in self._storages.values() if not storage.expired())  # type: ignore[no-untyped-call]
+        return sum(alive)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -73,5 +74,5 @@ class LiveBytes(TorchDispatchMode):
         for each in tree_leaves(result):
             if isinstance(each, Tensor):
                 storage = each.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return result
