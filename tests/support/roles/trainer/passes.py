@@ -55,10 +55,11 @@ class LargestLogits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that operations have allocated and that still exist."""
+    """Counts the bytes of all storages that operations have returned and that still exist, but not those of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of_model = {each.untyped_storage()._cdata for each in model.parameters()}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -72,7 +73,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage()
+            if isinstance(each, Tensor) and (storage := each.untyped_storage())._cdata not in self._of_model:
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return result
