@@ -1,8 +1,8 @@
 """The trainer's memory and speed: packed sequences, the output head in pieces, layers that are computed again.
 
 All on one thread of a CPU, with a small model of random weights. The answers have log-normal lengths (sigma = 1, as in
-:mod:`rrl.benchmarks.dispatch`). The unpacked arm is what rrl did before: rectangles of ``_ROWS`` answers in the order of
-the batch, each padded to its longest.
+:mod:`rrl.benchmarks.dispatch`). The unpacked arm is what rrl did before: rectangles of ``_ROWS`` answers in the order
+of the batch, each padded to its longest.
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ def main() -> None:
             learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
-                supervised = learner.warm_start(_examples(me, tokenizer))
-            if me.job.trainer.warm_start_steps and gang.rank == 0:
-                _log.info("warm start: %d steps, loss %.4g nats", me.job.trainer.warm_start_steps, supervised)
+                learner.warm_start(_examples(me, tokenizer))
             if me.job.trainer.kl:
                 with me.phase("checkpoint"):
                     folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))

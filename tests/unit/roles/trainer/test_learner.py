@@ -338,7 +338,7 @@ def test_parts_and_micro_batches_make_the_step_of_the_whole_with_every_loss(loss
     batch = _batch(1, harness.learner(seed=3))
     whole, parts = (
         harness.learner(normalise=normalise, ratio_mask=(0.5, 3.0), kl=0.0, micro_batch_tokens=size)
-        for size in (None, 20)
+        for size in (None, 14)
     )
     whole._loss = parts._loss = loss
     whole._limit = parts._limit = 3
