@@ -6,6 +6,11 @@ Parts, each of which can be chosen by ``--part``:
   code, relative to the largest component, over all losses and normalisations that TRL has. ``outlier_share`` (bar:
   0.05): the largest share of the gradient of 800 tokens that one token has whose log-probability the sampler has 0.1 to
   8 nats too low, with a negative advantage and the defaults of each loss.
+- ``memory``: ``logits_bytes_over_piece`` (bar: 1.1): the bytes of the largest tensor of logits in a forward and a
+  backward pass over those of a piece. ``saved_bytes_ratio`` (bar: 0.2): the bytes that exist between the two passes
+  with activation checkpointing over those without. ``padded_share`` (bar: 0): the share of padding in a pass.
+  ``packed_over_unpacked`` (bar: 0.75): the time of a step over that of padded rectangles. ``packed_grad_error`` (bar:
+  1e-5): the largest difference of a gradient of packed sequences from that of single ones, relative to the largest.
 - ``policy``: ``good_stays_good`` (bar: at least -0.03): what 40 steps with all defaults change in the evaluation of a
   model that is already good at its task, of the worst of three seeds. ``path_learns`` (bar: at least 0.05): the same of
   SmolLM2 with the settings of its example, after 30 steps. ``quickstart_reward``: the mean reward of the quickstart's
@@ -27,11 +32,20 @@ from rrl.benchmarks._requirements import check_requirements
 from rrl.benchmarks._table import print_table
 from rrl.tests.support.supervisor import temporary_runs_folder
 
-PARTS: Mapping[str, str] = {"loss": "rrl.benchmarks._learning_loss", "policy": "rrl.benchmarks._learning_policy"}
+PARTS: Mapping[str, str] = {
+    "loss": "rrl.benchmarks._learning_loss",
+    "memory": "rrl.benchmarks._learning_memory",
+    "policy": "rrl.benchmarks._learning_policy",
+}
 """The module of each part. Its ``measure(folder)`` returns the figures, and the samples of those that have several."""
 BARS = {
     "loss_grad_error_vs_trl": 1e-5,
     "outlier_share": 0.05,
+    "logits_bytes_over_piece": 1.1,
+    "saved_bytes_ratio": 0.2,
+    "padded_share": 0.0,
+    "packed_over_unpacked": 0.75,
+    "packed_grad_error": 1e-5,
     "good_stays_good": -0.03,
     "path_learns": 0.05,
     "quickstart_reward": None,

@@ -1,4 +1,4 @@
-"""The losses of rrl, and log-probabilities and entropies of given tokens, as functions of tensors.
+"""The losses of rrl, as functions of tensors.
 
 rrl has one old log-probability of a token, the sampler's, and one optimizer step for each batch. So clipping and masks
 act on the same importance ratio r = pi / sampler.
