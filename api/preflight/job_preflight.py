@@ -47,6 +47,9 @@ from .memory import memory_doubt
 from .notifications import notification_problems
 from .role_commands import command_problems
 
+_LORA_RATES = 10
+"""How many times larger a learning rate of low-rank adapters may be than that of all weights (docs/sources.md, the
+learning)."""
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""
 
@@ -118,7 +121,7 @@ def _preflight(
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
-        *_check_learning_rates(job, spec),
+        *_check_learning(job, spec),
         *_doubts(document, task_file_problems(job), "; the nodes need it"),
         *_check_stream(job),
         *_check_extras(job, spec),
@@ -370,15 +373,29 @@ def _wrong_target(folder: Path, lora: LoraTable | None) -> str:
     return ""
 
 
-def _check_learning_rates(job: Job, spec: RunSpec) -> list[str]:
-    """Return a warning for each rate that may destroy what a trained model has learned (docs/sources.md)."""
+def _check_learning(job: Job, spec: RunSpec) -> list[str]:
+    """Return a warning for each setting with which the built-in trainer would learn nothing, or would forget."""
     trainer = spec.trainer
-    if job.task is None or spec.model.path is None or job.roles.trainer.command is not None:
+    if job.task is None or job.roles.trainer.command is not None:
         return []
+    doubts = []
+    if spec.sampling.group_size == 1:
+        doubts.append(
+            "sampling.group_size = 1: an answer learns from the comparison with others to its prompt, and there are"
+            " none; write 2 or more"
+        )
+    if trainer.kl and spec.model.path is None and not trainer.warm_start_steps:
+        doubts.append(
+            f"roles.trainer.kl = {trainer.kl:g} pulls to the initial model, whose weights are random; write 0, name a"
+            " model in [model] path, or set warm_start_steps"
+        )
+    if spec.model.path is None:
+        return doubts
     weights = weight_count(spec.model)  # 0 if this machine does not have the folder
     limit, size = (1e-5, f" of {weights / 1e9:.1f}B weights") if weights >= 1e9 else (1e-4, "")
+    limit *= _LORA_RATES if trainer.lora is not None else 1
     supervised = trainer.warm_start_learning_rate if trainer.warm_start_steps else 0.0
-    return [
+    return doubts + [
         f"roles.trainer.{key} = {rate:g} probably destroys what a model{size} has learned; write {limit:g} or less"
         for key, rate in (("learning_rate", trainer.learning_rate), ("warm_start_learning_rate", supervised))
         if rate > limit

@@ -16,6 +16,7 @@ from ...core.role_environment import EnvSpec
 from ...core.run_dir import HISTORY_ENV
 from ...core.run_spec import NodeGroup, RoleSpec
 from ...core.types import Resources
+from ..import_paths import LOSSES
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import FaultsTable
 from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutPool, RolloutRole, TrainerRole
@@ -141,8 +142,12 @@ def with_dependent_defaults(job: Job) -> Job:
     for name, role in {**job.roles.named(), **job.every_role()}.items():
         may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink
         fewest = 0 if isinstance(role, RolloutRole) and job.rollouts else 1 if may_shrink else role.fewest
-        defaults: dict[str, float] = {"min_replicas": fewest}
-        defaults |= of_trainer if isinstance(role, TrainerRole) else {}
+        defaults: dict[str, float | str] = {"min_replicas": fewest}
+        if isinstance(role, TrainerRole):
+            row = LOSSES.get(role.loss)
+            defaults |= of_trainer | {
+                "normalise": run_spec.TrainerSettings().normalise if row is None else row.normalise
+            }
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
     roles = job.roles.model_copy(update=filled["roles"])

@@ -12,7 +12,9 @@ restored from them continues bit for bit as if uninterrupted. If anything were m
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import compress
@@ -37,13 +39,12 @@ from .adapters import Adapters
 from .host_buffers import shard_of
 from .likelihood import likelihood, recompute_blocks
 from .loss_function import Loss, LossTokens, checked, scalars
-from .losses import group_advantages, grpo
+from .losses import group_advantages, grpo, statistics_of
 from .packing import Example, MicroBatch, pack, use_packed_attention
 from .process_group import Gang
 
 _T = TypeVar("_T")
 
-_BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, such as the number of answer tokens of
 the step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the right
@@ -98,16 +99,18 @@ class _OpenStep(Struct):
     """Number of trained sequences of all members; each sample of an episode counts."""
     tokens: int = 0
     """Number of trained answer tokens of all members."""
+    trainable: int = 0
+    """The same with those that :func:`_trainable` has left out."""
     lag: int = 0
     """Sum over the answer tokens of the number of training steps between sampling and training."""
 
     def divisor_value(self) -> float:
-        """Return the number by which the sums of the loss are divided. Without any token all gradients are 0."""
+        """Return the number by which the sums of the loss are divided. Without a sequence all gradients are 0."""
         match self.divisor:
             case "tokens" | None:
                 return self.tokens or 1
             case "sequences":
-                return self.sequences
+                return self.sequences or 1
             case constant:
                 return constant
 
@@ -129,6 +132,7 @@ class Learner:
         settings: The settings of ``[roles.trainer]``.
         steps: Length of the run, over which the learning rate decreases.
         temperature: Sampling temperature of the rollouts.
+        limit: Largest number of trained tokens of a sequence (:attr:`.loss_function.LossTokens.limit`).
         gang: The members of the trainer.
         loss: The loss of the policy's steps.
         adapters: The adapters of ``model`` if only these are trained.
@@ -147,6 +151,7 @@ class Learner:
         *,
         steps: int,
         temperature: float,
+        limit: int = 1,
         gang: Gang | None = None,
         loss: Loss = grpo,
         adapters: Adapters | None = None,
@@ -160,6 +165,7 @@ class Learner:
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
+        self._limit = limit
         self._loss = loss
         if settings.activation_checkpointing:
             recompute_blocks(model)
@@ -174,8 +180,10 @@ class Learner:
         torch itself creates moments only at the first step. With existing moments, a saved state always has the same
         tensors.
         """
-        parameters = list(self._updated.values())
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
+        settings, parameters = self._settings, list(self._updated.values())
+        optimizer = torch.optim.AdamW(
+            parameters, lr=learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
         for parameter in parameters:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=shard_of(parameter).device),
@@ -261,11 +269,16 @@ class Learner:
         if step is None or step.complete or (part.number, part.index) != (step.number, step.parts):
             expected = "no part" if step is None or step.complete else f"part {step.parts} of step {step.number}"
             raise ValueError(f"cannot add part {part.index} of step {part.number} to the learner: expected {expected}")
-        self._backward(self._policy_losses(part, step))
+        step.trainable += sum(len(_unmasked(each.versions, each)) for each in part.trajectories)
+        part = msgspec.structs.replace(part, trajectories=_trainable(part.trajectories, self._settings.truncated))
+        if part.trajectories:
+            self._backward(self._policy_losses(part, step))
         step.count(part)
 
     def close(self) -> dict[str, float]:
         """Update the weights with the parts of the open step.
+
+        A step whose gradient is 0, for example one without trained tokens, changes neither weights nor moments.
 
         Returns:
             Metrics of the whole step, which are shown to people; all of them are finite. ``staleness`` is the mean age
@@ -288,14 +301,17 @@ class Learner:
         joined = _Statistics()
         for member in self._gang.gather(step.statistics, _Statistics):
             joined.add(member.sums, member.maxima)
-        loss = joined.sums.pop("loss") * (1 / divisor)
-        self._apply_gradients(self._optimizer, f"step {step.number}", loss)
+        loss = joined.sums.pop("loss", 0.0) * (1 / divisor)
+        norm = self._apply_gradients(self._optimizer, f"step {step.number}", loss)
         self.number = step.number
         return {
             "loss": loss,
             **{name: value * (1 / tokens) for name, value in joined.sums.items()},
             **joined.maxima,
+            "grad_norm": norm,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
             "tokens": float(step.tokens),
+            "trained_share": step.tokens / (step.trainable or 1),
             "staleness": step.lag / tokens,
         }
 
@@ -320,11 +336,19 @@ class Learner:
                     reference, _ = likelihood(self.reference or self.model, batch, self._temperature)
             chosen, entropy = likelihood(self.model, batch, self._temperature)
             tokens = LossTokens(
-                chosen, old, advantage.repeat_interleave(counts), batch.mask, entropy, reference, batch.starts
+                chosen,
+                old,
+                advantage.repeat_interleave(counts),
+                batch.mask,
+                entropy,
+                reference,
+                batch.starts,
+                self._limit,
             )
             result = checked(self._loss(tokens, settings), step.divisor)
             step.divisor = result.divisor
-            step.statistics.add(scalars({"loss": result.loss, **result.means}), scalars(result.maxima))
+            means, maxima = statistics_of(result, tokens)
+            step.statistics.add(scalars({"loss": result.loss, **means}), scalars(maxima))
             yield result.loss / LOSS_DIVISOR
 
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -335,7 +359,8 @@ class Learner:
         first_samples = _first_samples(trajectories)
         rewards = torch.tensor([trajectories[index].training for index in first_samples], dtype=torch.float32)
         groups = torch.tensor([trajectories[index].group for index in first_samples])
-        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)
+        settings = self._settings
+        advantages = group_advantages(rewards, groups, settings.advantage_floor, by_std=settings.advantage_std)
         places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
         return advantages[[places[trajectory.id] for trajectory in trajectories]]
 
@@ -363,11 +388,22 @@ class Learner:
             yield pack(examples, places_trained, indices, self._gang.device)
 
     def _share_of_learning_rate(self, number: int) -> float:
-        """Return the factor of the learning rate, which decreases linearly from 1 at step 1.
+        """Return the factor of the learning rate: below 1 in the steps of the warm-up, 1 after them, then falling.
 
         The factor depends on the step only, so there is no scheduler state to save.
         """
-        return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
+        settings = self._settings
+        if number <= settings.warmup:
+            return number / (settings.warmup + 1)
+        done = (number - 1 - settings.warmup) / max(1, self._steps - settings.warmup)
+        floor = settings.final_learning_rate
+        match settings.schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return max(floor, 1 - done)
+            case "cosine":
+                return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
     def _backward(self, losses: Iterable[Tensor]) -> None:
         """Add the gradients of this member's micro-batches to the gradients that the parameters already have.
@@ -379,8 +415,8 @@ class Learner:
         for loss in losses:
             (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
 
-    def _apply_gradients(self, optimizer: torch.optim.Optimizer, name: str, loss: float) -> None:
-        """Clip the gradients and take one optimizer step, unless their norm is not finite.
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer, name: str, loss: float) -> float:
+        """Clip the gradients, take one optimizer step if they are not all 0, and return their norm before it.
 
         Args:
             optimizer: The optimizer.
@@ -396,8 +432,10 @@ class Learner:
         observed = f"{name}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {rate:.4g}"
         if not norm.isfinite():
             raise Unrepairable(f"the gradient is not finite in {observed}", _DIVERGED)
-        self._step(optimizer)
-        self.check_weights(observed, _DIVERGED)
+        if norm > 0:  # else moments and weight decay would move the weights
+            self._step(optimizer)
+            self.check_weights(observed, _DIVERGED)
+        return float(norm)
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -514,6 +552,24 @@ def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
     for index, trajectory in enumerate(trajectories):
         first.setdefault(trajectory.id, index)
     return list(first.values())
+
+
+def _trainable(trajectories: Sequence[Trajectory], truncated: str) -> Sequence[Trajectory]:
+    """Return the trajectories of a part as ``[roles.trainer] truncated`` says.
+
+    With ``mask``, no token of a truncated trajectory is trained. With ``drop``, it is left out, and so is a group with
+    fewer than two others. An episode whose samples are not all truncated goes on with the others.
+    """
+    if truncated == "train" or not any(each.truncated for each in trajectories):
+        return trajectories
+    if truncated == "mask":
+        return tuple(
+            msgspec.structs.replace(each, masked=((0, len(each.tokens)),)) if each.truncated else each
+            for each in trajectories
+        )
+    left = {each.id: each.group for each in trajectories if not each.truncated}
+    counts = Counter(left.values())
+    return tuple(each for each in trajectories if not each.truncated and counts[each.group] > 1)
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:

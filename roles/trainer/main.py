@@ -34,7 +34,8 @@ from torch.distributed.fsdp import fully_shard
 import rrl
 
 from ...config.input_files import weights_digest
-from ...core.run_spec import ModelSpec
+from ...config.model_folder import max_length
+from ...core.run_spec import ModelSpec, RunSpec
 from ...core.types import NodeName
 from ..launcher.end_report import Unrepairable, exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
@@ -122,6 +123,7 @@ def main() -> None:
             me.job.trainer,
             steps=me.job.steps,
             temperature=me.job.sampling.temperature,
+            limit=_limit(me.job),
             gang=gang,
             loss=loss,
             adapters=None if lora is None else Adapters(model, lora, _base_digest(me, gang)),
@@ -163,6 +165,13 @@ def main() -> None:
         if batons is not None:
             lender = Lender(me, gang, batons, DeviceState(learner, gang.device, saver.layout, pinning), saver)
         _train(me, gang, learner, saver, publisher, restore_point, lender)
+
+
+def _limit(job: RunSpec) -> int:
+    """Return the largest number of trained tokens of a sequence; an agent may send any prompt and answers to it."""
+    if job.agents is None and job.endpoint is None:
+        return job.sampling.max_new_tokens
+    return max_length(job.model.path, job.model.max_length)
 
 
 def _model(
@@ -235,6 +244,10 @@ def _train(
             metrics |= lender.metrics()
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
+        if not metrics["grad_norm"] and gang.rank == 0:
+            _log.warning(
+                "step %d has no gradient (%d trained tokens), and changes no weight", part.number, metrics["tokens"]
+            )
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             _log.info("step %d: %s", part.number, text)

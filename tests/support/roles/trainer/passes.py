@@ -33,14 +33,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(named, torch.autograd.grad(loss, [*named.values()]), strict=True))
 
 
-class LargestLogits(TorchDispatchMode):
+class LargestLogits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the bytes of the largest tensor of logits that any operation returns.
 
     These are the tensors [..., vocabulary], but not [hidden size, vocabulary]: the weight of the head and its gradient.
     """
 
     def __init__(self, vocabulary: int, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary, self._of_head = vocabulary, (hidden_size, vocabulary)
         self.nbytes = 0
 
@@ -54,24 +54,25 @@ class LargestLogits(TorchDispatchMode):
         return result
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations have allocated and that still exist."""
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that operations have returned and that still exist, but not those of a model."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of_model = {each.untyped_storage()._cdata for each in model.parameters()}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
     def nbytes(self) -> int:
         """Return their sum."""
-        return sum(nbytes for storage, nbytes in self._storages.values() if not storage.expired())
+        alive = (nbytes for storage, nbytes in self._storages.values() if not storage.expired())  # type: ignore[no-untyped-call]
+        return sum(alive)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if isinstance(each, Tensor) and (storage := each.untyped_storage())._cdata not in self._of_model:
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         return result

@@ -16,6 +16,8 @@ from rrl.roles.models.policy import build_model, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.loss_function import Loss
+from rrl.roles.trainer.losses import cispo, grpo, gspo
 from rrl.roles.trainer.main import warmup
 from rrl.roles.trainer.packing import Example
 from rrl.roles.trajectories.batches import Batch, Part
@@ -23,6 +25,8 @@ from rrl.roles.trajectories.types import Trajectory
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
+
+LOSSES = (grpo, cispo, gspo)
 
 
 def _prompt(item: int) -> tuple[int, ...]:
@@ -182,7 +186,9 @@ def test_metrics_of_a_step_have_its_tokens_and_their_age() -> None:
     metrics = harness.step(student, batch)
     assert metrics["tokens"] == 4
     assert metrics["staleness"] == 0.5
-    assert metrics.keys() == {"loss", "drift", "clipped", "dual_clipped", "ratio_max", "tokens", "staleness"}
+    of_any_loss = {"loss", "tokens", "trained_share", "staleness", "grad_norm", "learning_rate"}
+    of_any_loss |= {"entropy", "drift", "ratio_mean", "ratio_max", "sampler_kl"}
+    assert metrics.keys() == of_any_loss | {"clipped_low", "clipped_high", "dual_clipped", "masked"}
 
 
 def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:
@@ -226,10 +232,119 @@ def test_loaded_weights_that_are_not_finite_are_refused() -> None:
         student.check_weights()
 
 
+def _rates(steps: Sequence[int], **changes: Any) -> list[float]:
+    student = harness.learner(steps=10, final_learning_rate=0.25, **changes)
+    return [student._share_of_learning_rate(number) for number in steps]
+
+
 def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
-    student = harness.learner(steps=10, learning_rate=1.0, final_learning_rate=0.25)
-    shares = [student._share_of_learning_rate(number) for number in (1, 6, 10)]
-    assert shares == [1.0, 0.5, 0.25]
+    assert _rates((1, 6, 10)) == [1.0, 0.5, 0.25]
+    exactly = [max(0.1, 1 - (number - 1) / 300) for number in range(1, 301)]  # as before there were schedules
+    student = harness.learner(steps=300)
+    assert [student._share_of_learning_rate(number) for number in range(1, 301)] == exactly
+
+
+def test_the_learning_rate_follows_its_schedule_after_the_warm_up() -> None:
+    assert _rates((1, 6, 10), schedule="constant") == [1, 1, 1]
+    cosine = _rates((1, 6, 10), schedule="cosine")
+    assert cosine[:2] == pytest.approx([1, 0.625])
+    assert 0.25 < cosine[2] < 0.3
+    assert _rates((1, 2, 3, 4, 5), schedule="constant", warmup=3) == [0.25, 0.5, 0.75, 1, 1]
+    assert _rates((4, 8), warmup=2) == [1 - 1 / 8, 1 - 5 / 8]
+    assert _rates((1, 2), warmup=20) == [1 / 21, 2 / 21]  # a run that is shorter than its warm-up
+
+
+def test_the_optimizer_has_the_given_betas_and_weight_decay() -> None:
+    (group,) = harness.learner(betas=(0.8, 0.999), weight_decay=0.1)._optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.8, 0.999), 0.1)
+
+
+def _truncated(batch: Batch, *places: int) -> Batch:
+    marked = [msgspec.structs.replace(each, truncated=place in places) for place, each in enumerate(batch.trajectories)]
+    return msgspec.structs.replace(batch, trajectories=tuple(marked))
+
+
+def _without(batch: Batch, *places: int) -> Batch:
+    left = [each for place, each in enumerate(batch.trajectories) if place not in places]
+    return msgspec.structs.replace(batch, trajectories=tuple(left))
+
+
+def test_truncated_answers_are_trained_masked_or_dropped() -> None:
+    """The groups have 4 answers each, of which answer 1 of group 0 is truncated."""
+    batch = _batch(1, harness.learner(seed=3))
+    first = batch.trajectories[:4]
+    scored = [msgspec.structs.replace(each, training=float(place == 1)) for place, each in enumerate(first)]
+    batch = msgspec.structs.replace(batch, trajectories=(*scored, *batch.trajectories[4:]))
+    cut = _truncated(batch, 1)
+    gradients = {each: _gradient_of(harness.learner(truncated=each), cut) for each in ("train", "mask", "drop")}
+    whole = _gradient_of(harness.learner(), batch)
+    assert _same(gradients["train"], whole)
+    assert not _same(gradients["mask"], whole)
+    for name, gradient in _gradient_of(harness.learner(), _without(batch, 1)).items():
+        assert torch.allclose(gradients["drop"][name], gradient, rtol=1e-5, atol=1e-7)
+    # masked, its reward still makes the other answers of its group worse than the mean
+    advantages = harness.learner()._advantages(cut.trajectories)
+    masked = msgspec.structs.replace(batch.trajectories[1], masked=((0, len(batch.trajectories[1].tokens)),))
+    by_hand = msgspec.structs.replace(batch, trajectories=(scored[0], masked, *batch.trajectories[2:]))
+    assert advantages[0] < 0
+    assert _same(gradients["mask"], _gradient_of(harness.learner(), by_hand))
+
+
+def test_group_with_fewer_than_two_answers_that_are_not_truncated_has_no_gradient() -> None:
+    """An entropy bonus would train the answer that is left, although there is nothing to compare it with."""
+    batch = _batch(1, harness.learner(seed=3))
+    left = _gradient_of(harness.learner(truncated="drop", entropy=0.5), _truncated(batch, 0, 1, 2))
+    expected = _gradient_of(harness.learner(entropy=0.5), _without(batch, 0, 1, 2, 3))
+    for name, gradient in expected.items():
+        assert torch.allclose(left[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_metrics_say_which_share_of_the_tokens_was_trained() -> None:
+    batch = _batch(1, harness.learner())
+    lengths = [len(each.tokens) for each in batch.trajectories]
+    for how in ("mask", "drop"):
+        metrics = harness.step(harness.learner(truncated=how), _truncated(batch, 0))
+        assert metrics["trained_share"] == pytest.approx(1 - lengths[0] / sum(lengths))
+        assert metrics["tokens"] == sum(lengths[1:])
+
+
+@pytest.mark.parametrize("how", ["mask", "drop"])
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_step_without_trained_tokens_is_complete_and_changes_neither_weights_nor_moments(
+    how: str, normalise: str
+) -> None:
+    student = harness.learner(truncated=how, normalise=normalise, weight_decay=0.5)
+    harness.step(student, _batch(1, student))
+    before, _ = harness.saved(student)
+    batch = _batch(2, student)
+    metrics = harness.step_in_parts(student, _truncated(batch, *range(len(batch.trajectories))), (1, 3))
+    assert (metrics["tokens"], metrics["trained_share"], metrics["loss"], metrics["grad_norm"]) == (0, 0, 0, 0)
+    assert student.number == 2
+    assert _same(student.tensors(), before)
+    assert harness.step(student, _batch(3, student))["grad_norm"] > 0
+
+
+def test_step_in_which_all_ratios_are_outside_of_the_mask_changes_nothing() -> None:
+    student = harness.learner(ratio_mask=(1e-9, 1e-8), weight_decay=0.5, entropy=0.5)
+    before, _ = harness.saved(student)
+    metrics = harness.step(student, _batch(1, student))
+    assert (metrics["masked"], metrics["grad_norm"]) == (1, 0)
+    assert _same(student.tensors(), before)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_parts_and_micro_batches_make_the_step_of_the_whole_with_every_loss(loss: Loss, normalise: str) -> None:
+    batch = _batch(1, harness.learner(seed=3))
+    whole, parts = (
+        harness.learner(normalise=normalise, ratio_mask=(0.5, 3.0), kl=0.0, micro_batch_tokens=size)
+        for size in (None, 14)
+    )
+    whole._loss = parts._loss = loss
+    whole._limit = parts._limit = 3
+    expected, got = _gradient_of(whole, batch), _gradient_of(parts, batch, (1, 3))
+    for name, gradient in expected.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-5, atol=1e-6), name
 
 
 def test_warm_start_trains_the_answer_and_not_the_prompt() -> None:

@@ -18,6 +18,7 @@ from transformers import (
 
 from rrl.roles.models.policy import build_model
 from rrl.roles.trainer import packing
+from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.likelihood import likelihood, recompute_blocks
 from rrl.roles.trainer.packing import MicroBatch, pack, use_packed_attention
 from rrl.roles.trajectories.batches import Batch
@@ -29,19 +30,19 @@ pytestmark = pytest.mark.torch
 _CPU = torch.device("cpu")
 _LENGTHS = [(3, 1), (2, 2), (1, 9), (4, 6), (5, 5), (2, 30)]
 """Lengths of prompts and answers, ascending together, with neighbours of equal length."""
-_SIZES: dict[str, Any] = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _NOT_PACKED: dict[str, Any] = {
     "sliding window": MistralConfig(**_SIZES, sliding_window=4),
     "sliding window in some layers": Qwen3Config(
@@ -124,7 +125,7 @@ def test_model_that_needs_another_attention_gets_one_sequence_in_a_pass(kind: st
     batch = _sampled()
     gradients_of = []
     for model, most in zip(built, (1, 1000), strict=True):
-        student = harness.Learner(model, harness.settings(micro_batch_tokens=most), steps=9, temperature=1.0)
+        student = Learner(model, harness.settings(micro_batch_tokens=most), steps=9, temperature=1.0)
         sizes = [
             len(each.bounds) - 1
             for each in student._micro_batches(
