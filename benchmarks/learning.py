@@ -11,8 +11,8 @@ Parts, each of which can be chosen by ``--part``:
   with activation checkpointing over those without. ``padded_share`` (bar: 0): the share of padding in a pass.
   ``packed_over_unpacked`` (bar: 0.75): the time of a step over that of padded rectangles. ``packed_grad_error`` (bar:
   1e-5): the largest difference of a gradient of packed sequences from that of single ones, relative to the largest.
-- ``adapter``: ``adapter_checkpoint_share`` (bar: 0.05): the bytes of a checkpoint of LoRA's adapters, with rank 16 and layers
-  of SmolLM2's widths, over those of a checkpoint of all weights.
+- ``adapter``: ``adapter_checkpoint_share`` (bar: 0.05): the bytes of a checkpoint of adapters of rank 16 (LoRA), of
+  layers with SmolLM2's widths, over those of a checkpoint of all weights.
 - ``policy``: ``good_stays_good`` (bar: at least -0.03): what 40 steps with all defaults change in the evaluation of a
   model that is already good at its task, of the worst of three seeds. ``path_learns`` (bar: at least 0.05): the same of
   SmolLM2 with the settings of its example, after 30 steps. ``quickstart_reward``: the mean reward of the quickstart's
