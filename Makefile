@@ -3,7 +3,7 @@
 VERSIONS := python3.11 python3.13 python3.12
 PYTHON ?= $(firstword $(wildcard $(addprefix /usr/bin/,$(VERSIONS))) $(shell which $(VERSIONS) 2>/dev/null) python3.13)
 BIN := .venv/bin
-EXTRAS := dev,docs,torch,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
+EXTRAS := dev,docs,torch,lora,ucx,nixl,endpoint,parquet,tensorboard,wandb,mlflow
 # Wheels of torch without CUDA: 190 MB instead of 3 GB. Other wheels: make setup TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Number of pytest processes on the two cores of CI: whole runs, and even more the tests of Slurm, mostly wait.

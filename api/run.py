@@ -231,22 +231,24 @@ class Run:
         if wait:
             wait_until_taken(self._run_dir, name, f"resize {pool}")
 
-    def export(self, folder: str | os.PathLike[str], step: int | None = None) -> Exported:
+    def export(self, folder: str | os.PathLike[str], step: int | None = None, *, adapter: bool = False) -> Exported:
         """Write a committed checkpoint as a Hugging Face folder, as ``rrl export`` does (docs/export.md).
 
         Args:
             folder: A new folder.
             step: The training step whose checkpoint is exported; by default the newest step with a checkpoint on disk.
+            adapter: Write only the adapter of a run with [roles.trainer.lora], as peft does, instead of the merged
+                model.
 
         Raises:
-            UsageError: The step is not committed, or the folder is not empty.
+            UsageError: The step is not committed, or the folder is not empty, or the run trains no adapter.
             OperationFailed: The checkpoint cannot be read or written.
         """
         from ..roles.trainer.checkpoint_export import export_checkpoint
 
         path = Path(folder).expanduser()
         try:
-            return export_checkpoint(self._run_dir, step, path)
+            return export_checkpoint(self._run_dir, step, path, adapter=adapter)
         except OSError as error:
             place = error.filename or path
             raise OperationFailed(f"{place}: {error.strerror or error}; nothing was exported") from None

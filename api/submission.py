@@ -23,7 +23,7 @@ from .preflight.job_preflight import CheckedJob, checked
 from .runs import check_manageable, read_state
 from .watching.manager_liveness import manager_gone
 
-FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task", "sampling.extras")
+FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task", "sampling.extras", "roles.trainer.lora")
 """Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
 """Keys of the tables in ``FIXED_KEYS`` that a resume can change nevertheless."""
@@ -187,7 +187,8 @@ def _check_same_run(run: RunDir, job: Job, document: JobDocument) -> None:
         if not _is_unchanged(_value_at(before, key), _value_at(after, key), key):
             text = f"is different in {run.id}; to change it start a new run"
             raise UsageError(document.complaint(tuple(key.split(".")), text))
-    if not _value_at(before, "roles.trainer").get("kl") and _value_at(after, "roles.trainer.kl"):
+    trainer = _value_at(after, "roles.trainer")  # with adapters, the reference is the model without them
+    if trainer["kl"] and trainer["lora"] is None and not _value_at(before, "roles.trainer").get("kl"):
         text = f"it is 0 in {run.id}, which therefore kept no reference model; to change it start a new run"
         raise UsageError(document.complaint(("roles", "trainer", "kl"), text))
 

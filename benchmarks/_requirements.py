@@ -44,6 +44,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "elastic": (),
     "ettr": (Need.TORCH, Need.SLURM),
     "hostile_ports": (),
+    "learning": (Need.TORCH,),
     "looks": (),
     "report": (),
     "manager_away": (Need.TORCH, Need.SLURM),

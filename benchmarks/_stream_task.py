@@ -107,7 +107,7 @@ def write_model(folder: Path, shape: ModelSpec = MODEL) -> None:
     assert shape.tokenizer is not None
     vocabulary, task = VocabularyTokenizer(shape.tokenizer), ThinkingTask(_SEED_OFFSET)
     model: Any = build_model(shape, vocabulary.size, seed=0)
-    settings = TrainerSettings(micro_batch=16, warm_start_learning_rate=WARM_LEARNING_RATE)
+    settings = TrainerSettings(micro_batch_tokens=256, warm_start_learning_rate=WARM_LEARNING_RATE)
     Learner(model, settings, steps=1, temperature=1.0).warm_start(_examples(task, vocabulary))
     model.config.eos_token_id, model.config.pad_token_id = vocabulary.eos, vocabulary.pad
     model.generation_config.eos_token_id = vocabulary.eos

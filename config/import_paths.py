@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -19,8 +19,23 @@ from . import vllm_arguments
 IMPORT_PATH = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
 """Pattern of ``module:function``."""
 
-LOSSES = {"grpo": "rrl.roles.trainer.losses:grpo"}
-"""Import paths of the losses (:mod:`rrl.roles.trainer.loss_function`)."""
+
+class LossRow(Struct, frozen=True):
+    """A loss of rrl (:mod:`rrl.roles.trainer.loss_function`)."""
+
+    function: str
+    """Import path of its code."""
+    keys: tuple[str, ...]
+    """The keys of ``[roles.trainer]`` that it alone reads."""
+    normalise: Literal["token", "sequence"] = "token"
+    """Default of ``[roles.trainer] normalise``: that of its paper."""
+
+
+LOSSES = {
+    "grpo": LossRow("rrl.roles.trainer.losses:grpo", ("clip", "clip_high", "dual_clip")),
+    "cispo": LossRow("rrl.roles.trainer.losses:cispo", ("cispo_max",)),
+    "gspo": LossRow("rrl.roles.trainer.losses:gspo", ("gspo_clip", "gspo_clip_high"), normalise="sequence"),
+}
 LOSS_ARGUMENTS = ("tokens", "settings")
 ENGINE_ARGUMENTS = ("me", "model", "tokenizer")
 """What a loss and an engine are called with."""

@@ -3,7 +3,8 @@
 Several processes read them, and the run's journal names rows and tokens by their numbers, so they must not change
 during a run. The first process that sees a file records its size, modification time and digest in the run directory:
 `rrl submit`, or a role if the login node lacks the file. Weights and code are not input files: only the start of a new
-run reads the weights, and a run may continue with corrected code.
+run reads the weights, and a run may continue with corrected code. Only if a run trains adapters, each start of its
+trainer reads the weights, and checkpoints have their digest (:func:`weights_digest`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import RunSpec
 from ..core.text import on_one_line
 from ..core.types import UsageError
-from .model_folder import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from .model_folder import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, weight_files
 
 _MODEL_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 _Record = tuple[dict[str, tuple[int, int]], str]
@@ -65,6 +66,26 @@ def check_input(run: RunDir, path: Path) -> None:
                 f"{path if path.is_file() else path / name} has changed since the run first read it ({sizes[0]} bytes"
                 f" then, {sizes[1]} other bytes now); restore it before a resume, or start a new run"
             )
+
+
+def weights_digest(run: RunDir, folder: Path) -> str:
+    """Return the digest of a model's files of weights, which are read again only if one of them has changed.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The index of the files cannot be read.
+    """
+    files, record = weight_files(folder), run.input_record(f"{folder}/{WEIGHTS}")
+    now = {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    with suppress(OSError, msgspec.MsgspecError):
+        recorded: _Record = msgspec.json.decode(record.read_bytes(), type=_Record)
+        if recorded[0] == now:
+            return recorded[1]
+    digest = _digest(files)
+    with suppress(OSError):  # the next start reads the files again
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(record, msgspec.json.encode((now, digest)))
+    return digest
 
 
 def require_unchanged(path: Path) -> None:

@@ -82,6 +82,11 @@ def _tables(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return config, config.get("text_config") or {}
 
 
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a config.json that has the sizes of the language model."""
+    return _tables(config)[-1] or config
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file does not exist.
 

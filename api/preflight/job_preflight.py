@@ -20,11 +20,11 @@ from ...cluster.slurm.site import JobLimits, Limit, read_limits
 from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument, dotted_key
 from ...config.job.resolve import resolve_for_submission
-from ...config.job.roles import RolloutRole
+from ...config.job.roles import LoraTable, RolloutRole
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
-from ...config.model_size import weight_count
+from ...config.model_size import adapted_shapes, weight_count
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import NodeGroup, RunSpec
 from ...core.types import UsageError
@@ -43,9 +43,13 @@ from .local_machine import (
     task_file_problems,
     this_machine,
 )
+from .memory import memory_doubt
 from .notifications import notification_problems
 from .role_commands import command_problems
 
+_LORA_RATES = 10
+"""How many times larger a learning rate of low-rank adapters may be than that of all weights (docs/sources.md, the
+learning)."""
 ENDPOINT_PACKAGES = ("starlette", "uvicorn")
 """Packages of the extra ``endpoint``, with which agents are served."""
 
@@ -117,11 +121,12 @@ def _preflight(
         *_check_endpoint_route(job),
         *_check_trackers_installed(job),
         *_check_model(job, document),
-        *_check_learning_rates(job, spec),
+        *_check_learning(job, spec),
         *_doubts(document, task_file_problems(job), "; the nodes need it"),
         *_check_stream(job),
         *_check_extras(job, spec),
         *_check_eval(job),
+        *memory_doubt(spec),
         *lending_doubt(spec),
     ]
     if job.cluster.traits.roles_run_here and (problem := size_problem(job, spec, this_machine())):
@@ -267,6 +272,10 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
             engine = (*job.table_of(name), "engine")
             subject, fix = f'{".".join(engine)} = "{rollout.engine}"', f'{row.install}, or write "torch"'
             yield missing(subject, engine, row.package, fix, rollout.launcher == "direct")
+    trainer = roles.trainer
+    if trainer.lora is not None and trainer.command is None and find_spec("peft") is None:
+        fix = "pip install '.[lora]' in rrl's clone, or remove this table"
+        yield missing("roles.trainer.lora", ("roles", "trainer", "lora"), "peft", fix, trainer.launcher == "direct")
     absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
     for name, role in roles.named().items():
         if absent and name in ("agents", "endpoint"):
@@ -348,20 +357,45 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} at most; lower it")
+    elif trains and (wrong_target := _wrong_target(folder, job.roles.trainer.lora)):
+        problem = Problem(("roles", "trainer", "lora", "targets"), wrong_target)
     else:
         return []
     raise UsageError(with_location(document, problem))
 
 
-def _check_learning_rates(job: Job, spec: RunSpec) -> list[str]:
-    """Return a warning for each rate that may destroy what a trained model has learned (docs/sources.md)."""
+def _wrong_target(folder: Path, lora: LoraTable | None) -> str:
+    """Return why a target of adapters cannot be one, as far as the headers of the files of weights show it."""
+    for target in lora.targets if lora is not None else ():
+        if not adapted_shapes(folder, (target,)):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted_shapes(folder)})) or "none"
+            return f"{target!r} is no linear module of the model that can be adapted; there are: {there}"
+    return ""
+
+
+def _check_learning(job: Job, spec: RunSpec) -> list[str]:
+    """Return a warning for each setting with which the built-in trainer would learn nothing, or would forget."""
     trainer = spec.trainer
-    if job.task is None or spec.model.path is None or job.roles.trainer.command is not None:
+    if job.task is None or job.roles.trainer.command is not None:
         return []
+    doubts = []
+    if spec.sampling.group_size == 1:
+        doubts.append(
+            "sampling.group_size = 1: an answer learns from the comparison with others to its prompt, and there are"
+            " none; write 2 or more"
+        )
+    if trainer.kl and spec.model.path is None and not trainer.warm_start_steps:
+        doubts.append(
+            f"roles.trainer.kl = {trainer.kl:g} pulls to the initial model, whose weights are random; write 0, name a"
+            " model in [model] path, or set warm_start_steps"
+        )
+    if spec.model.path is None:
+        return doubts
     weights = weight_count(spec.model)  # 0 if this machine does not have the folder
     limit, size = (1e-5, f" of {weights / 1e9:.1f}B weights") if weights >= 1e9 else (1e-4, "")
+    limit *= _LORA_RATES if trainer.lora is not None else 1
     supervised = trainer.warm_start_learning_rate if trainer.warm_start_steps else 0.0
-    return [
+    return doubts + [
         f"roles.trainer.{key} = {rate:g} probably destroys what a model{size} has learned; write {limit:g} or less"
         for key, rate in (("learning_rate", trainer.learning_rate), ("warm_start_learning_rate", supervised))
         if rate > limit

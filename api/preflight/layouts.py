@@ -8,12 +8,11 @@ from ...core.run_spec import RunSpec
 from ...core.text import plural
 from ...core.types import TRAINER, role_of
 from ...core.units import size_text
-from .local_machine import DTYPE_BYTES, OPTIMIZER_BYTES, TORCH_BYTES
+from .local_machine import DTYPE_BYTES, TORCH_BYTES
+from .memory import rank_memory
 
-_SNAPSHOT_COPIES = 2
-"""Copies of a rank's state in the memory of its own node, and of another node if there is one (docs/restart.md)."""
 _VERSIONS = 2
-"""Versions of the weights in the memory of a guest while it receives one, and of the first rank while it publishes."""
+"""Versions of the weights in the memory of a guest while it receives one."""
 
 
 def lending_text(spec: RunSpec) -> str:
@@ -56,16 +55,15 @@ def _host_bytes(spec: RunSpec) -> tuple[int, int] | None:
 
     Without GPUs it includes the model itself, of the trainer or of the guests, of which only one is there at a time.
     """
-    trainer, settings = spec.role(role_of(TRAINER)), spec.trainer
-    if not (weights := weight_count(spec.model)):
+    trainer, weights = spec.role(role_of(TRAINER)), weight_count(spec.model)
+    if (memory := rank_memory(spec)) is None:
         return None
-    members, dtype = min(trainer.ranks, trainer.per_node), DTYPE_BYTES[spec.model.dtype]
-    copies = _SNAPSHOT_COPIES * (2 if spec.nodes > 1 else 1) if settings.snapshots else min(settings.uncommitted, 2)
-    of_shard = OPTIMIZER_BYTES * copies + (dtype if settings.kl else 0)
-    held = members * (weights * of_shard // trainer.ranks + TORCH_BYTES) + weights * dtype * _VERSIONS
-    guests = spec.guests_on_node * (weights * dtype * _VERSIONS + TORCH_BYTES)
+    members, version = min(trainer.ranks, trainer.per_node), weights * DTYPE_BYTES[spec.model.dtype]
+    frozen = version // trainer.ranks if spec.trainer.kl or spec.trainer.lora is not None else 0
+    held = members * (sum(memory.host.values()) + frozen) + memory.published
+    guests = spec.guests_on_node * (version * _VERSIONS + TORCH_BYTES)
     if not trainer.per_member.gpus:
-        held += max(members * weights * OPTIMIZER_BYTES // trainer.ranks, spec.guests_on_node * weights * dtype)
+        held += max(members * sum(memory.device.values()), spec.guests_on_node * version)
     return held, guests
 
 

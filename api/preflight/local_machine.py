@@ -87,7 +87,8 @@ def _model_bytes(spec: RunSpec) -> int:
     per_weight = 0
     for role in filter(_computes, spec.roles):
         if role.traits.trains:  # the ranks of the trainer share the weights and the optimizer's state
-            per_weight += _FLOAT32_BYTES if role.per_member.gpus else OPTIMIZER_BYTES
+            trained = _FLOAT32_BYTES if role.per_member.gpus else OPTIMIZER_BYTES
+            per_weight += trained if spec.trainer.lora is None else DTYPE_BYTES[spec.model.dtype]
         elif not role.per_member.gpus:
             per_weight += spec.most_replicas(role) * DTYPE_BYTES[spec.model.dtype]
     return per_weight * weight_count(spec.model) if per_weight else 0

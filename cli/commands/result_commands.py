@@ -163,6 +163,10 @@ def export(
         int | None,
         typer.Option(min=1, show_default=False, help="A step whose checkpoint is kept. Default: the newest such step."),
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Write only the adapter (LoRA), as peft does, instead of the merged model."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write a committed checkpoint as a Hugging Face folder: weights (safetensors), configuration and tokenizer.
@@ -178,7 +182,7 @@ def export(
     from ..common.output import print_json, print_line
     from ..views.formatting import size
 
-    done = api.run(run).export(folder, step)
+    done = api.run(run).export(folder, step, adapter=adapter)
     if json:
         print_json(done)
     else:

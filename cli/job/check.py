@@ -16,6 +16,7 @@ from msgspec import Struct
 from ...api.preflight.job_folder import unimportable_modules
 from ...api.preflight.job_preflight import checked, with_location
 from ...api.preflight.layouts import lending_text
+from ...api.preflight.memory import memory_text
 from ...api.preflight.notifications import notifications_text
 from ...cluster.traits import traits_of
 from ...config.job.document import JobDocument, parse_setting
@@ -106,6 +107,8 @@ def check(
     plan = [*parts, ("weights", "\n".join([_transport_text(job), *_dtype_text(job, spec)]))]
     if job.sampling.extras:
         plan.append(("extras", _extras_text(job, spec)))
+    if memory := memory_text(spec):
+        plan.append(("memory of the trainer", memory))
     if lending := lending_text(spec):
         plan.append(("lending", lending))
     if notifications := notifications_text(job):

@@ -47,6 +47,7 @@ _REPLACED_KEYS: dict[tuple[str, ...], str] = {
     ("roles", "rollout", "warm"): 'spare = ["rollout", "train"] in [tags]: spare nodes then generate',
     ("roles", "trainer", "standbys"): 'rollout = ["train"] in [tags], or [] for none',
     ("roles", "trainer", "donor_rollouts"): 'rollout = ["train"] in [tags], or [] for none',
+    ("roles", "trainer", "micro_batch"): "micro_batch_tokens, which counts tokens, not trajectories",
     ("recovery", "failure_rate"): 'rollout = ["train"] in [tags]: the trainer has standbys on as many nodes as its own',
 }
 """What to write instead of keys that are gone."""

@@ -16,6 +16,7 @@ from ...core.role_environment import EnvSpec
 from ...core.run_dir import HISTORY_ENV
 from ...core.run_spec import NodeGroup, RoleSpec
 from ...core.types import Resources
+from ..import_paths import LOSSES
 from ..model_folder import BUILT_MAX_LENGTH
 from .faults import FaultsTable
 from .roles import POOL, SHARED, CommandRole, EndpointRole, Role, RolloutPool, RolloutRole, TrainerRole
@@ -33,12 +34,15 @@ _BUILT_IN = {
     "agents": "rrl.roles.agents.main",
     "endpoint": "rrl.roles.endpoint.main",
 }
+_PASS_TOKENS = 8192
+"""Most tokens of one pass by default: with so many, matrix products take full advantage of a GPU."""
 _TRAINED_MODEL = {
     "learning_rate": 1e-6,
     "entropy": 0.0,
     "warm_start_learning_rate": 1e-5,
     "warmup": 5,
     "activation_checkpointing": True,
+    "micro_batch_tokens": _PASS_TOKENS,
 }
 """Defaults of the trainer of a model in a folder (docs/sources.md, the learning)."""
 _LORA_LEARNING_RATE = 1e-5
@@ -130,14 +134,20 @@ def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
     is_trained = job.model is not None and job.model.path is not None
     of_trainer = _TRAINED_MODEL if is_trained else _BUILT_MODEL
+    if is_trained and job.model is not None and job.model.max_length is not None:
+        of_trainer = of_trainer | {"micro_batch_tokens": min(job.model.max_length, _PASS_TOKENS)}
     if is_trained and job.roles.trainer.lora is not None:
         of_trainer = of_trainer | {"learning_rate": _LORA_LEARNING_RATE}
     filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}
     for name, role in {**job.roles.named(), **job.every_role()}.items():
         may_shrink = run_spec.ROLE_TRAITS[_kind(name, role)].may_shrink
         fewest = 0 if isinstance(role, RolloutRole) and job.rollouts else 1 if may_shrink else role.fewest
-        defaults: dict[str, float] = {"min_replicas": fewest}
-        defaults |= of_trainer if isinstance(role, TrainerRole) else {}
+        defaults: dict[str, float | str] = {"min_replicas": fewest}
+        if isinstance(role, TrainerRole):
+            row = LOSSES.get(role.loss)
+            defaults |= of_trainer | {
+                "normalise": run_spec.TrainerSettings().normalise if row is None else row.normalise
+            }
         missing = {key: value for key, value in defaults.items() if getattr(role, key) is None}
         filled[job.table_of(name)[0]][name] = role.model_copy(update=missing)
     roles = job.roles.model_copy(update=filled["roles"])

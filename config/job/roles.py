@@ -98,13 +98,13 @@ class TrainerRole(Role):
     """Highest learning rate of AdamW; default: 0.001, or 1e-6 with [model] path (1e-5 with LoRA), because a larger rate
     destroys what a trained model has learned."""
     schedule: Literal["constant", "linear", "cosine"] = _TRAINER.schedule
-    """How the learning rate falls over the run, to final_learning_rate."""
+    """How the learning rate falls over the run, to final_learning_rate times its highest value."""
     final_learning_rate: Annotated[float, Field(ge=0)] = _TRAINER.final_learning_rate
-    """Learning rate at the last step, as a share of learning_rate. No effect with schedule = "constant"."""
+    """Learning rate at the last step, as a share of learning_rate; not with schedule = "constant"."""
     warmup: Annotated[int, Field(ge=0)] | None = None
     """Steps over which the learning rate first rises from 0; default: 0, or 5 with [model] path."""
     weight_decay: Annotated[float, Field(ge=0)] = _TRAINER.weight_decay
-    """Weight decay of AdamW."""
+    """Weight decay of AdamW, of all weights."""
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
     ] = _TRAINER.betas
@@ -119,12 +119,14 @@ class TrainerRole(Role):
     cispo_max: Annotated[float, Field(gt=0)] = _TRAINER.cispo_max
     """Upper bound of the importance ratio (loss cispo)."""
     gspo_clip: Annotated[float, Field(gt=0)] = _TRAINER.gspo_clip
-    """Clipping range of a sequence's importance ratio, the geometric mean of its tokens' (loss gspo)."""
+    """Clipping range of a sequence's importance ratio, the geometric mean of its tokens' (loss gspo). The default lets
+    the rounding of an engine in bfloat16 pass from about 10 tokens on (docs/losses.md)."""
     gspo_clip_high: Annotated[float, Field(gt=0)] | None = None
     """The same above 1; default: gspo_clip."""
-    normalise: Literal["token", "sequence", "constant"] = _TRAINER.normalise
+    normalise: Literal["token", "sequence", "constant"] | None = None
     """token: mean over all trained tokens of the step (DAPO); sequence: mean of the means of its sequences (GRPO);
-    constant: sum over sequences times the largest number of trained tokens of one (Dr. GRPO)."""
+    constant: sum over sequences times the largest number of trained tokens of one (Dr. GRPO). Default: token, or
+    sequence with the loss gspo."""
     ratio_mask: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None, Field(strict=False)
     ] = _TRAINER.ratio_mask
@@ -140,11 +142,9 @@ class TrainerRole(Role):
     kl: Annotated[float, Field(ge=0)] = _TRAINER.kl
     """Weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0, a frozen copy of the initial
     model is kept."""
-    micro_batch: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch
-    """Trajectories per rank in one forward and backward pass, whose gradients are accumulated; default: all at once."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch_tokens
     """Tokens, prompts included, per rank in one forward and backward pass, whose gradients are accumulated; a longer
-    trajectory is alone. Default: all at once."""
+    trajectory is alone. Default: all at once, or with [model] path max_length, but at most 8192."""
     activation_checkpointing: bool | None = None
     """Compute the activations of each layer again in the backward pass instead of keeping them; default: false, or true
     with [model] path."""

@@ -27,12 +27,11 @@ from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, ReplicaRange, Role, RolloutPool, TrainerRole, TrajectoriesRole
 from .schema import Job, PhaseTable, SamplingTable
 from .task_rules import check_held_out, check_task
+from .trainer_rules import check_trainer
 
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
 (:data:`rrl.transport.control.sockets.CONTROL_BOUNDS`)."""
-MAX_GUEST_MEMORY = 0.9
-"""Largest ``gpu_memory_utilization`` of vLLM on GPUs of the trainer, which keeps its CUDA context and communicators."""
 _PROMPTS_BYTES = 32 * 2**20
 """Bytes of a batch that are reserved for its prompts (one per group, 4 bytes per token), because the lengths of the
 prompts are not known yet."""
@@ -50,13 +49,11 @@ def check(job: Job) -> None:
     """
     _work(job)
     _pools(job)
-    _lending(job)
     if job.task is not None:
         check_task(job.task, ("task",))
     _eval(job)
-    _checkpoint_steps(job)
     _model(job)
-    _dual_clip(job.roles.trainer)
+    check_trainer(job)
     _late(job)
     _ahead(job)
     _refill(job.sampling)
@@ -72,7 +69,6 @@ def check(job: Job) -> None:
         _role(job, name, role)
     _passed(job)
     _notify(job)
-    _one_gpu(job)
     _engine(job)
     _faults(job)
     _track(job)
@@ -158,23 +154,6 @@ def _model(job: Job) -> None:
             f"{job.sampling.max_new_tokens} leaves no space for a prompt in [model] max_length ="
             f" {max_length}; lower it or raise max_length",
         )
-
-
-def _checkpoint_steps(job: Job) -> None:
-    """Check that each exported or evaluated step has its own checkpoint."""
-    steps, trainer = job.run.steps or 0, job.roles.trainer
-    every = trainer.checkpoint_every
-    evaluated = None if job.eval is None else job.eval.every
-    for at, number in ((("roles", "trainer", "export"), trainer.export), (("eval", "every"), evaluated)):
-        if isinstance(number, int) and number < steps and number % every:
-            message = f"step {number} would have no checkpoint; write a multiple of checkpoint_every = {every}"
-            raise mistake(at, f"{message} ([roles.trainer])")
-
-
-def _dual_clip(trainer: TrainerRole) -> None:
-    if trainer.dual_clip <= 1 + trainer.clip:
-        text = f"{trainer.dual_clip:g} is not more than 1 + clip = {1 + trainer.clip:g}; raise it, or lower clip"
-        raise mistake(("roles", "trainer", "dual_clip"), text)
 
 
 def _agents(job: Job) -> None:
@@ -416,35 +395,6 @@ def _pools(job: Job) -> None:
         raise mistake(("tags", "spare"), text)
 
 
-def _lending(job: Job) -> None:
-    """Check that the trainer can lend its GPUs to rollouts, if the job asks for it."""
-    at, trainer, rollout = ("tags", "trainer"), job.roles.trainer, job.roles.rollout
-    if "rollout" not in job.tags.trainer:
-        if "handback" in job.tags.model_fields_set:
-            raise mistake(("tags", "handback"), 'has no effect without trainer = ["rollout"]; remove this key')
-        return
-    for name, role in (("trainer", trainer), ("rollout", rollout)):
-        if role.command is not None:
-            raise mistake(at, f"needs the built-in {name}, but [roles.{name}] has a command; remove one of the two")
-    if job.recovery.policy != "role":
-        raise mistake(at, f'"rollout" needs [recovery] policy = "role", not "{job.recovery.policy}"; remove this key')
-    if not job.sampling.stream:
-        raise mistake(at, '"rollout" needs [sampling] stream = true: only between two steps in parts is time to lend')
-    gpus = trainer.gpus * trainer.ranks_per_node
-    if bool(gpus) != bool(rollout.gpus) or (gpus and gpus % rollout.gpus):
-        text = (
-            f"{rollout.gpus} does not divide the {gpus} GPUs that the trainer has on a node"
-            " ([roles.trainer] gpus x ranks_per_node), which its guests share; write a divisor"
-        )
-        raise mistake(("roles", "rollout", "gpus"), text)
-    share = rollout.vllm.get("gpu_memory_utilization")
-    if rollout.engine == "vllm" and isinstance(share, float) and share > MAX_GUEST_MEMORY:
-        text = f"{share:g} leaves too little memory to what the trainer keeps while it lends its GPUs"
-        raise mistake(
-            ("roles", "rollout", "vllm", "gpu_memory_utilization"), f"{text}; lower it to {MAX_GUEST_MEMORY:g}"
-        )
-
-
 def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:
     """Check one further rollout pool as the job has it, without the keys that it takes from [roles.rollout]."""
     bounds = pool.replicas
@@ -474,17 +424,6 @@ def _pool(job: Job, at: tuple[str, str], pool: RolloutPool) -> None:
     if pool.min_replicas:
         text = "a run neither waits for a further pool nor ends without it; remove this key"
         raise mistake((*at, "min_replicas"), text)
-
-
-def _one_gpu(job: Job) -> None:
-    """Check that each rank of the built-in trainer has at most one GPU, since it leaves further GPUs idle."""
-    trainer = job.roles.trainer
-    if trainer.command is None and trainer.gpus > 1:
-        raise mistake(
-            ("roles", "trainer", "gpus"),
-            "each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks ="
-            f" {trainer.ranks * trainer.gpus} for as many GPUs",
-        )
 
 
 def _engine(job: Job) -> None:

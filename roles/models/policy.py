@@ -7,6 +7,7 @@ in Hugging Face's files. The values come from the folder, a checkpoint, or the w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
 from .safetensors import copy_into
+
+_ADAPTED = ".base_layer."
+"""Part of the name of a weight that peft has put into an adapted module."""
+_ADAPTER_KEY = re.compile(r"\.(lora_[AB])\.default\.")
+"""Part of the name of an adapter's tensor; ``default`` is peft's name of the only adapter."""
 
 
 def compute_dtype(spec: ModelSpec) -> torch.dtype:
@@ -164,10 +170,20 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a weight version: the live tensors by Hugging Face name, sharded if the model is sharded.
 
     A tied tensor is included once, under its first name, as in Hugging Face's files; the process that loads the weights
-    ties it again.
+    ties it again. Of a model with adapters, these are the tensors without the adapters, under the same names.
     """
-    tied = _tied(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    tied, state = _tied(model), model.state_dict()
+    return {
+        name.replace(_ADAPTED, "."): tensor
+        for name, tensor in state.items()
+        if name not in tied and not _ADAPTER_KEY.search(name)
+    }
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name: those of the adapters as peft's files name them, else all."""
+    named = model.named_parameters()
+    return {_ADAPTER_KEY.sub(r".\1.", name): parameter for name, parameter in named if parameter.requires_grad}
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -163,8 +163,11 @@ class AsyncSaver:
 
         It is the copy of the last step. Before the first :meth:`save` a copy is made, in memory of its own. It is not
         sealed: as a snapshot of the committed step by another incarnation than the one that committed the step, it
-        could not be restored, and could displace the one that can be (:func:`.restore.candidates`).
+        could not be restored, and could displace the one that can be (:func:`.restore.candidates`). With adapters the
+        weights that they change are not in the copy, and are no longer needed for publishing either.
         """
+        if self._learner.adapters is not None:
+            self._publisher.await_published()
         if self._copy is None:
             self._copy = anonymous_memory(self.layout.nbytes)
             self.layout.fill(self._copy, self._tensors)

@@ -29,13 +29,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...config.input_files import InputChanged, check_input
+from ...config.input_files import InputChanged, check_input, weights_digest
 from ...config.model_folder import CONFIG, WEIGHTS, read_header, read_json, weight_files
 from ...config.model_folder import INDEX as WEIGHT_INDEX
 from ...core.launch import read_run_spec
 from ...core.run_dir import RunDir, sync
 from ...core.run_spec import RunSpec
 from ...core.types import OperationFailed, UsageError
+from ..checkpoints.adapter_files import RANK0_STATE, base_digest, merged_weights, write_adapter
 from ..checkpoints.folders import DamagedCheckpoint, place_files, verified
 from ..checkpoints.safetensors_files import write_weights
 from ..checkpoints.stored_tensors import (
@@ -94,7 +95,9 @@ class Exported(Struct, frozen=True):
     """Size of the files in the folder, in bytes."""
 
 
-def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = "") -> Exported:
+def export_checkpoint(
+    run: RunDir, step: int | None, folder: Path, owner: str = "", *, adapter: bool = False
+) -> Exported:
     """Write the checkpoint of a committed step into ``folder``, which appears complete or not at all.
 
     Args:
@@ -103,9 +106,11 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
         folder: A new or empty folder. Its parents are created.
         owner: Suffix of the names of the hidden folders. By default it names this process, so that several processes
             can export at the same time.
+        adapter: Whether to write only the adapter, as peft does, instead of the merged model.
 
     Raises:
-        ExportRefused: The step is not committed, or its checkpoint is not kept; or ``folder`` is not empty.
+        ExportRefused: The step is not committed, or its checkpoint is not kept; or ``folder`` is not empty; or the run
+            trains no adapter.
         ExportFailed: The files differ from those that were committed, or cannot be read.
         OSError: A file could not be read or written. Nothing of the export is left.
     """
@@ -118,9 +123,11 @@ def export_checkpoint(run: RunDir, step: int | None, folder: Path, owner: str = 
         spec = read_run_spec(run.run_spec)
     except (OSError, msgspec.MsgspecError) as error:
         raise ExportFailed(f"{run.run_spec} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if adapter and spec.trainer.lora is None:
+        raise ExportRefused(f"{run.id} trains no adapter ([roles.trainer.lora]), but all weights; omit --adapter")
     for attempt in range(OPEN_ATTEMPTS):
         try:
-            return _export(run, spec, _commit(run, step), folder, owner)
+            return _export(run, spec, _commit(run, step), folder, owner, adapter)
         except _FileMissing as error:
             if attempt == OPEN_ATTEMPTS - 1:
                 raise ExportFailed(f"{error}, which was committed") from None
@@ -144,14 +151,14 @@ def _commit(run: RunDir, step: int | None) -> StepCommitted:
     return commits[kept[-1] if step is None else step]
 
 
-def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, owner: str) -> Exported:
+def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, owner: str, adapter: bool) -> Exported:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder.parent, f".{folder.name}.", owner)
     partial = folder.with_name(f".{folder.name}.{owner}")
     try:
         partial.mkdir(mode=0o755)
         with _pinned(run, commit.manifest, owner) as pinned:
-            dtype = _write(run, spec, commit, pinned, partial)
+            dtype = _write(run, spec, commit, pinned, partial, adapter)
         nbytes = _sync(partial)
         os.rename(partial, folder)
         sync(folder.parent)
@@ -161,7 +168,9 @@ def _export(run: RunDir, spec: RunSpec, commit: StepCommitted, folder: Path, own
     return Exported(run.id, commit.number, str(folder), dtype, nbytes)
 
 
-def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path) -> str:
+def _write(
+    run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str, Any], folder: Path, adapter: bool
+) -> str:
     """Write the model of a checkpoint into the existing, empty ``folder``; return the dtype of its weights."""
     source, committed, files = run.path / manifest["folder"], run.path / commit.manifest["folder"], manifest["files"]
     if files.keys() >= TORCH_FILES:
@@ -186,9 +195,14 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
                 for name, one in read_index(source, files).tensors.items()
                 if name.startswith(WEIGHTS_PREFIX)
             }
-            dtype = spec.model.dtype
-            write_weights(weights, source, folder, dtype)
-            write_model_files(spec.model, folder)
+            dtype, lora = "float32" if adapter else spec.model.dtype, spec.trainer.lora
+            if lora is not None and adapter:
+                write_adapter(weights, source, folder, lora, str(_unchanged_base(run, spec, source)))
+            else:
+                if lora is not None:
+                    weights = merged_weights(_unchanged_base(run, spec, source), weights, source, lora, dtype)
+                write_weights(weights, source, folder, dtype)
+                write_model_files(spec.model, folder)
         note = {
             "run": run.id,
             "step": commit.number,
@@ -201,6 +215,17 @@ def _write(run: RunDir, spec: RunSpec, commit: StepCommitted, manifest: dict[str
         reason = str(error).replace(str(source), str(committed))  # the links are temporary: show the real folder
         raise ExportFailed(f"step {commit.number} of {run.id} cannot be exported: {reason}") from None
     return dtype
+
+
+def _unchanged_base(run: RunDir, spec: RunSpec, source: Path) -> Path:
+    """Return the folder of the weights that the adapters in ``source`` change. Raises ValueError if it has changed."""
+    folder = Path(str(spec.model.path))
+    if weights_digest(run, folder) != base_digest((source / RANK0_STATE).read_bytes()):
+        raise ValueError(
+            f"[model] path: the files of weights in {folder} have changed since the run began, and the adapters fit"
+            " only the old ones; put the old files back"
+        )
+    return folder
 
 
 # ── checkpoints of a trainer of the user's own ──────────────────────────────────────────────────────────────────────

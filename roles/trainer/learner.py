@@ -12,8 +12,11 @@ restored from them continues bit for bit as if uninterrupted. If anything were m
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import compress
 from typing import Literal, TypeVar
 
@@ -23,29 +26,25 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ...core.run_spec import TrainerSettings
 from ..checkpoints.folders import StoredFiles
 from ..checkpoints.stored_tensors import WEIGHTS_PREFIX
 from ..launcher.end_report import Unrepairable
-from ..models.policy import weights
+from ..models.policy import trained_parameters, weights
 from ..trajectories.batches import Part
 from ..trajectories.partition import micro_batches, partition
 from ..trajectories.types import Trajectory
+from .adapters import Adapters
 from .host_buffers import shard_of
+from .likelihood import likelihood, recompute_blocks
 from .loss_function import Loss, LossTokens, checked, scalars
-from .losses import group_advantages, grpo, likelihood
+from .losses import group_advantages, grpo, statistics_of
+from .packing import Example, MicroBatch, pack, use_packed_attention
 from .process_group import Gang
-
-Example = tuple[Sequence[int], Sequence[int]]
-"""Prompt and answer as tokens, for the supervised warm start."""
 
 _T = TypeVar("_T")
 
-_PADDING: Example = (0,), (0,)
-"""Example of a padding micro-batch; every vocabulary has the token 0."""
-_BETAS = (0.9, 0.95)
 LOSS_DIVISOR = 2.0**16
 """Number by which the loss of each part of a step is divided. The right divisor, such as the number of answer tokens of
 the step, is known only at the last part. Then the gradients are multiplied by ``LOSS_DIVISOR`` and divided by the right
@@ -66,20 +65,8 @@ class _ExtraState(Struct, frozen=True):
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
     reference: StoredFiles | None = None
-
-
-class _MicroBatch(Struct, frozen=True):
-    """Some examples of a member, padded to one rectangle."""
-
-    tokens: Tensor
-    """Tokens, [B, L]."""
-    mask: Tensor
-    """Mask of the answer tokens, [B, T] with T = L - ``first``."""
-    first: int
-    """Length of the shortest prompt, before whose end no logits are needed."""
-    indices: Sequence[int]
-    """Indices of the examples among those of all members. It is empty for a padding micro-batch, which only keeps the
-    number of micro-batches equal in all members and has one example that is not trained."""
+    base: str = ""
+    """Digest of the weights that the adapters change; empty without adapters."""
 
 
 class _Statistics(Struct):
@@ -112,16 +99,18 @@ class _OpenStep(Struct):
     """Number of trained sequences of all members; each sample of an episode counts."""
     tokens: int = 0
     """Number of trained answer tokens of all members."""
+    trainable: int = 0
+    """The same with those that :func:`_trainable` has left out."""
     lag: int = 0
     """Sum over the answer tokens of the number of training steps between sampling and training."""
 
     def divisor_value(self) -> float:
-        """Return the number by which the sums of the loss are divided. Without any token all gradients are 0."""
+        """Return the number by which the sums of the loss are divided. Without a sequence all gradients are 0."""
         match self.divisor:
             case "tokens" | None:
                 return self.tokens or 1
             case "sequences":
-                return self.sequences
+                return self.sequences or 1
             case constant:
                 return constant
 
@@ -143,8 +132,10 @@ class Learner:
         settings: The settings of ``[roles.trainer]``.
         steps: Length of the run, over which the learning rate decreases.
         temperature: Sampling temperature of the rollouts.
+        limit: Largest number of trained tokens of a sequence (:attr:`.loss_function.LossTokens.limit`).
         gang: The members of the trainer.
         loss: The loss of the policy's steps.
+        adapters: The adapters of ``model`` if only these are trained.
     """
 
     reference: nn.Module | None = None
@@ -160,17 +151,26 @@ class Learner:
         *,
         steps: int,
         temperature: float,
+        limit: int = 1,
         gang: Gang | None = None,
         loss: Loss = grpo,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.number = 0
         """Last completed step; 0 before the first."""
+        self._trained = trained_parameters(model)
         self._gang = gang or Gang()
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
+        self._limit = limit
         self._loss = loss
+        if settings.activation_checkpointing:
+            recompute_blocks(model)
+        self._updated = self._host_parameters() if settings.offload_optimizer else self._trained
+        """The parameters that the optimizer updates; with ``offload_optimizer`` copies in host memory."""
         self._optimizer = self._new_optimizer(settings.learning_rate)
         self._open: _OpenStep | None = None
 
@@ -180,15 +180,21 @@ class Learner:
         torch itself creates moments only at the first step. With existing moments, a saved state always has the same
         tensors.
         """
-        parameters = self.model.parameters()
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
-        for parameter in self.model.parameters():
+        settings, parameters = self._settings, list(self._updated.values())
+        optimizer = torch.optim.AdamW(
+            parameters, lr=learning_rate, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+        for parameter in parameters:
             optimizer.state[parameter] = {
-                "step": torch.zeros((), device=self._gang.device),
+                "step": torch.zeros((), device=shard_of(parameter).device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         return optimizer
+
+    def _host_parameters(self) -> dict[str, nn.Parameter]:
+        """Return a parameter in host memory for each trained one, sharded like it; the values come before each step."""
+        return {name: nn.Parameter(self._gang.on_host(parameter)) for name, parameter in self._trained.items()}
 
     def seed_rng(self, seed: int) -> None:
         """Seed every random generator from the run's seed, differently for each member.
@@ -200,20 +206,25 @@ class Learner:
         random.seed(seed)
         numpy.random.seed(seed)
 
-    def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
+    def warm_start(
+        self, batches: Iterable[Sequence[Example]], tell: Callable[[int, float], None] = lambda step, loss: None
+    ) -> float:
         """Take one supervised step on the answers of each batch and return the last loss (nats).
+
+        ``tell`` is called after each step, with its number from 1 on and its loss.
 
         Must be called before the first policy update. The optimizer of these steps is discarded, because moments of
         another loss would distort the policy gradient. Raises Unrepairable as :meth:`close` does.
         """
         optimizer = self._new_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
-        for batch in batches:
+        for step, batch in enumerate(batches, start=1):
             losses: list[float] = []
-            optimizer.zero_grad()
+            self.model.zero_grad()
             self._backward(self._supervised_losses(batch, losses))
             loss = self._gang.sum([sum(losses)])[0]
             self._apply_gradients(optimizer, "warm start", loss)
+            tell(step, loss)
         return loss
 
     def _supervised_losses(self, batch: Sequence[Example], losses: list[float]) -> Iterator[Tensor]:
@@ -222,8 +233,8 @@ class Learner:
         The loss is the cross entropy of the micro-batch, divided by the number of the whole batch's answer tokens.
         """
         answers = sum(len(answer) for _, answer in batch)
-        for micro_batch in self._micro_batches(batch):
-            chosen, _ = self._likelihood(self.model, micro_batch, 1.0)
+        for micro_batch in self._micro_batches(batch, [range(len(answer)) for _, answer in batch]):
+            chosen, _ = likelihood(self.model, micro_batch, 1.0)
             loss = -torch.where(micro_batch.mask, chosen, 0.0).sum() / answers
             losses.append(loss.item())
             yield loss
@@ -239,12 +250,12 @@ class Learner:
         """
         if number != self.number + 1:
             raise ValueError(f"cannot open step {number} of the learner: the next step is {self.number + 1}")
-        if self._settings.kl and self.reference is None:
+        if self._settings.kl and self.reference is None and self.adapters is None:
             raise Unrepairable(
                 "[roles.trainer] kl is above 0, but this run was started with kl = 0 and has no reference model",
                 "set kl = 0, or start a new run",
             )
-        self._optimizer.zero_grad()
+        self.model.zero_grad()
         self._open = _OpenStep(number)
 
     def add(self, part: Part) -> None:
@@ -258,11 +269,16 @@ class Learner:
         if step is None or step.complete or (part.number, part.index) != (step.number, step.parts):
             expected = "no part" if step is None or step.complete else f"part {step.parts} of step {step.number}"
             raise ValueError(f"cannot add part {part.index} of step {part.number} to the learner: expected {expected}")
-        self._backward(self._policy_losses(part, step))
+        step.trainable += sum(len(_unmasked(each.versions, each)) for each in part.trajectories)
+        part = msgspec.structs.replace(part, trajectories=_trainable(part.trajectories, self._settings.truncated))
+        if part.trajectories:
+            self._backward(self._policy_losses(part, step))
         step.count(part)
 
     def close(self) -> dict[str, float]:
         """Update the weights with the parts of the open step.
+
+        A step whose gradient is 0, for example one without trained tokens, changes neither weights nor moments.
 
         Returns:
             Metrics of the whole step, which are shown to people; all of them are finite. ``staleness`` is the mean age
@@ -277,7 +293,7 @@ class Learner:
         if step is None or not step.complete:
             raise ValueError("no step is open" if step is None else f"the last part of step {step.number} is missing")
         tokens, divisor = step.tokens or 1, step.divisor_value()
-        for parameter in self.model.parameters():
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(LOSS_DIVISOR / divisor)
         for group in self._optimizer.param_groups:
@@ -285,14 +301,17 @@ class Learner:
         joined = _Statistics()
         for member in self._gang.gather(step.statistics, _Statistics):
             joined.add(member.sums, member.maxima)
-        loss = joined.sums.pop("loss") * (1 / divisor)
-        self._apply_gradients(self._optimizer, f"step {step.number}", loss)
+        loss = joined.sums.pop("loss", 0.0) * (1 / divisor)
+        norm = self._apply_gradients(self._optimizer, f"step {step.number}", loss)
         self.number = step.number
         return {
             "loss": loss,
             **{name: value * (1 / tokens) for name, value in joined.sums.items()},
             **joined.maxima,
+            "grad_norm": norm,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
             "tokens": float(step.tokens),
+            "trained_share": step.tokens / (step.trainable or 1),
             "staleness": step.lag / tokens,
         }
 
@@ -305,30 +324,31 @@ class Learner:
         settings, trajectories = self._settings, part.trajectories
         advantages = self._advantages(trajectories)
         pairs = [(trajectory.prompt, trajectory.tokens) for trajectory in trajectories]
-        for micro_batch in self._micro_batches(pairs, part.index):
-            examples = [trajectories[index] for index in micro_batch.indices]
-            mask = _trained_mask(micro_batch, examples)
-            old = _scatter([_unmasked(example.logprobs, example) for example in examples], mask)
-            advantage = advantages[micro_batch.indices] if examples else advantages.new_zeros(1)
-            advantage = advantage.to(self._gang.device)
+        trained = [_unmasked(range(len(trajectory.tokens)), trajectory) for trajectory in trajectories]
+        for batch in self._micro_batches(pairs, trained, part.index):
+            examples = [trajectories[index] for index in batch.indices]
+            old = _scatter([_unmasked(example.logprobs, example) for example in examples], batch.mask)
+            advantage = (advantages[batch.indices] if examples else advantages.new_zeros(1)).to(self._gang.device)
+            counts = batch.starts.diff(append=batch.starts.new_tensor([len(batch.targets)]))
             reference = None
-            if settings.kl and self.reference is not None:
-                with torch.no_grad():
-                    reference, _ = self._likelihood(self.reference, micro_batch, self._temperature)
-            chosen, entropy = self._likelihood(self.model, micro_batch, self._temperature)
-            rows, width = mask.shape
+            if settings.kl:
+                with torch.no_grad(), nullcontext() if self.adapters is None else self.adapters.off():
+                    reference, _ = likelihood(self.reference or self.model, batch, self._temperature)
+            chosen, entropy = likelihood(self.model, batch, self._temperature)
             tokens = LossTokens(
-                chosen.flatten(),
-                old.flatten(),
-                advantage.repeat_interleave(width),
-                mask.flatten(),
-                entropy.flatten(),
-                None if reference is None else reference.flatten(),
-                torch.arange(rows, device=mask.device) * width,
+                chosen,
+                old,
+                advantage.repeat_interleave(counts),
+                batch.mask,
+                entropy,
+                reference,
+                batch.starts,
+                self._limit,
             )
             result = checked(self._loss(tokens, settings), step.divisor)
             step.divisor = result.divisor
-            step.statistics.add(scalars({"loss": result.loss, **result.means}), scalars(result.maxima))
+            means, maxima = statistics_of(result, tokens)
+            step.statistics.add(scalars({"loss": result.loss, **means}), scalars(maxima))
             yield result.loss / LOSS_DIVISOR
 
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -339,34 +359,51 @@ class Learner:
         first_samples = _first_samples(trajectories)
         rewards = torch.tensor([trajectories[index].training for index in first_samples], dtype=torch.float32)
         groups = torch.tensor([trajectories[index].group for index in first_samples])
-        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)
+        settings = self._settings
+        advantages = group_advantages(rewards, groups, settings.advantage_floor, by_std=settings.advantage_std)
         places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
         return advantages[[places[trajectory.id] for trajectory in trajectories]]
 
-    def _micro_batches(self, pairs: Sequence[Example], first: int = 0) -> Iterator[_MicroBatch]:
-        """Yield this member's examples, ``micro_batch`` at a time; ``first`` as in :func:`.partition.partition`.
+    def _micro_batches(
+        self, pairs: Sequence[Example], trained: Sequence[Sequence[int]], first: int = 0
+    ) -> Iterator[MicroBatch]:
+        """Yield this member's examples, at most ``micro_batch_tokens`` tokens at a time.
 
-        All members yield the same number of micro-batches.
+        All members yield the same number of micro-batches. A model that cannot attend within sequences gets each
+        example alone.
+
+        Args:
+            pairs: The examples of all members.
+            trained: The trained positions in the answer of each example.
+            first: As in :func:`.partition.partition`.
         """
-        shares = partition([len(prompt) + len(answer) for prompt, answer in pairs], self._gang.world, first)
-        size = self._settings.micro_batch or len(pairs)
-        for places in micro_batches([1] * len(pairs), shares, self._gang.rank, size):
-            indices = [shares[self._gang.rank][place] for place in places]
-            tokens, mask, start = _pad([pairs[index] for index in indices] or [_PADDING])
-            mask = mask & bool(indices)
-            tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
-            yield _MicroBatch(tokens, mask, start, indices)
-
-    def _likelihood(self, model: nn.Module, micro_batch: _MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = _logits(model, micro_batch.tokens, micro_batch.first)
-        return likelihood(logits, micro_batch.tokens[:, micro_batch.first :], temperature)
+        sizes = [len(prompt) + len(answer) for prompt, answer in pairs]
+        shares = partition(sizes, self._gang.world, first)
+        most = self._settings.micro_batch_tokens or sum(sizes)
+        if not use_packed_attention(self.model):
+            most = 1
+        for places in micro_batches(sizes, shares, self._gang.rank, most):
+            indices = sorted((shares[self._gang.rank][place] for place in places), key=sizes.__getitem__)
+            examples, places_trained = [pairs[index] for index in indices], [trained[index] for index in indices]
+            yield pack(examples, places_trained, indices, self._gang.device)
 
     def _share_of_learning_rate(self, number: int) -> float:
-        """Return the factor of the learning rate, which decreases linearly from 1 at step 1.
+        """Return the factor of the learning rate: below 1 in the steps of the warm-up, 1 after them, then falling.
 
         The factor depends on the step only, so there is no scheduler state to save.
         """
-        return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
+        settings = self._settings
+        if number <= settings.warmup:
+            return number / (settings.warmup + 1)
+        done = (number - 1 - settings.warmup) / max(1, self._steps - settings.warmup)
+        floor = settings.final_learning_rate
+        match settings.schedule:
+            case "constant":
+                return 1.0
+            case "linear":
+                return max(floor, 1 - done)
+            case "cosine":
+                return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
     def _backward(self, losses: Iterable[Tensor]) -> None:
         """Add the gradients of this member's micro-batches to the gradients that the parameters already have.
@@ -378,8 +415,8 @@ class Learner:
         for loss in losses:
             (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
 
-    def _apply_gradients(self, optimizer: torch.optim.Optimizer, name: str, loss: float) -> None:
-        """Clip the gradients and take one optimizer step, unless their norm is not finite.
+    def _apply_gradients(self, optimizer: torch.optim.Optimizer, name: str, loss: float) -> float:
+        """Clip the gradients, take one optimizer step if they are not all 0, and return their norm before it.
 
         Args:
             optimizer: The optimizer.
@@ -389,18 +426,35 @@ class Learner:
         Raises:
             Unrepairable: The gradient or a new weight is not finite; raised in all members.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self._settings.gradient_clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         rate = optimizer.param_groups[0]["lr"]
         observed = f"{name}: loss {loss:.4g}, gradient norm {norm:.4g}, learning rate {rate:.4g}"
         if not norm.isfinite():
             raise Unrepairable(f"the gradient is not finite in {observed}", _DIVERGED)
+        if norm > 0:  # else moments and weight decay would move the weights
+            self._step(optimizer)
+            self.check_weights(observed, _DIVERGED)
+        return float(norm)
+
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take one optimizer step, with ``offload_optimizer`` in host memory."""
+        if self._updated is self._trained:
+            optimizer.step()
+            return
+        for name, host in self._updated.items():
+            shard_of(host).copy_(shard_of(self._trained[name]))
+            if (gradient := self._trained[name].grad) is not None:
+                host.grad = self._gang.on_host(gradient)
         optimizer.step()
-        self.check_weights(observed, _DIVERGED)
+        for name, host in self._updated.items():
+            shard_of(self._trained[name]).copy_(shard_of(host))
+            host.grad = None
 
     def discard_gradients(self) -> None:
         """Free the gradients of the last step, between two steps; :meth:`open` does it otherwise."""
-        self._optimizer.zero_grad()
+        self.model.zero_grad()
 
     @torch.no_grad()
     def check_weights(
@@ -412,8 +466,14 @@ class Learner:
             raise Unrepairable(f"a weight is not finite after {after}", why)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's live tensors by name, sharded if the model is sharded."""
+        """Return the model's live tensors by name, sharded if the model is sharded, and without its adapters."""
         return weights(self.model)
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint has of the model, by name: all, or those of the adapters."""
+        if self.adapters is None:
+            return self.weights()
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of the model and of the optimizer's moments by name, sharded if the model is sharded.
@@ -424,9 +484,9 @@ class Learner:
         moments = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
             for kind in ("exp_avg", "exp_avg_sq")
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self._updated.items()
         }
-        return {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in self.weights().items()} | moments
+        return {f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in self.saved_weights().items()} | moments
 
     def extra_state(self) -> bytes:
         """Return the state of this member, besides :meth:`tensors`, that the next step depends on."""
@@ -438,13 +498,14 @@ class Learner:
         state = _ExtraState(
             number=self.number,
             steps=torch.stack(
-                [self._optimizer.state[parameter]["step"] for parameter in self.model.parameters()]
+                [self._optimizer.state[parameter]["step"] for parameter in self._updated.values()]
             ).tolist(),
             torch_rng=torch.get_rng_state().numpy().tobytes(),
             cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
             python_rng=(version, words, gauss),
             numpy_rng=numpy_rng,
             reference=self.reference_files,
+            base=self.adapters.base if self.adapters is not None else "",
         )
         return msgspec.msgpack.encode(state)
 
@@ -457,9 +518,16 @@ class Learner:
 
         Raises:
             ValueError: The state is of another model.
+            Unrepairable: The state is of adapters of another base.
         """
         state = msgspec.msgpack.decode(extra_state, type=_ExtraState)
-        for parameter, step in zip(self.model.parameters(), state.steps, strict=True):
+        if self.adapters is not None and state.base != self.adapters.base:
+            raise Unrepairable(
+                "[model] path: its files of weights have changed since this run began, and the adapters fit only the"
+                " old ones",
+                "put the old files back, and resume the run",
+            )
+        for parameter, step in zip(self._updated.values(), state.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
         self.number = state.number
         self._open = None
@@ -478,29 +546,30 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
-    """Return pairs of a prompt and its answer as the rows of one tensor; shorter rows are padded on the right.
-
-    Returns:
-        Tokens [B, L], the mask of answer tokens [B, L - first], and ``first``, the length of the shortest prompt,
-        before whose end no logits are needed. Padding is token 0; it does not influence real tokens, since attention is
-        causal.
-    """
-    rows = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
-    tokens = pad_sequence(rows, batch_first=True)
-    start = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
-    end = torch.tensor([len(row) for row in rows])[:, None]
-    first = int(start.min())
-    position = torch.arange(first, tokens.shape[1])[None, :]
-    return tokens, (position >= start) & (position < end), first
-
-
 def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return the index of the first sample of each episode; in a job without agents, the index of each trajectory."""
     first: dict[int, int] = {}
     for index, trajectory in enumerate(trajectories):
         first.setdefault(trajectory.id, index)
     return list(first.values())
+
+
+def _trainable(trajectories: Sequence[Trajectory], truncated: str) -> Sequence[Trajectory]:
+    """Return the trajectories of a part as ``[roles.trainer] truncated`` says.
+
+    With ``mask``, no token of a truncated trajectory is trained. With ``drop``, it is left out, and so is a group with
+    fewer than two others. An episode whose samples are not all truncated goes on with the others.
+    """
+    if truncated == "train" or not any(each.truncated for each in trajectories):
+        return trajectories
+    if truncated == "mask":
+        return tuple(
+            msgspec.structs.replace(each, masked=((0, len(each.tokens)),)) if each.truncated else each
+            for each in trajectories
+        )
+    left = {each.id: each.group for each in trajectories if not each.truncated}
+    counts = Counter(left.values())
+    return tuple(each for each in trajectories if not each.truncated and counts[each.group] > 1)
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
@@ -513,28 +582,7 @@ def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:
     return list(compress(values, trained))
 
 
-def _trained_mask(micro_batch: _MicroBatch, examples: Sequence[Trajectory]) -> Tensor:
-    """Return the mask of the answer tokens of ``examples`` that are trained, [B, T]."""
-    if not any(example.masked for example in examples):
-        return micro_batch.mask
-    mask = micro_batch.mask.clone()
-    for row, example in zip(mask, examples, strict=True):
-        begin = len(example.prompt) - micro_batch.first
-        for start, count in example.masked:
-            row[begin + start : begin + start + count] = False
-    return mask
-
-
 def _scatter(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """Put one value per answer token where the mask is set, row by row, and zeros elsewhere: [B, T] float."""
+    """Put one value per trained token where the mask is set, row by row, and zeros elsewhere: [M] float."""
     flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
     return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, flat)
-
-
-def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
-    """Return the logits that predict the tokens from position ``first`` on: [B, L - first, vocabulary]."""
-    needed = tokens.shape[1] - first
-    kept = max(1, needed)  # 0 would keep all logits, but answers without tokens need none
-    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
-    surplus = logits.shape[1] - needed  # some models ignore logits_to_keep
-    return logits[:, surplus:].contiguous() if surplus else logits

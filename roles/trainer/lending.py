@@ -201,23 +201,23 @@ class Batons:
 class DeviceState:
     """What this member has on its device, and can do without before a step.
 
-    These are the tensors of the learner, which a host copy has, its gradients, and the reference model. The optimizer's
-    step counts and the buffers of the model stay. The tensors' storages stay the same objects, of size 0 while they are
-    dropped, so that the views of FSDP remain valid.
+    These are the tensors of the learner, which a host copy has, its gradients, and the frozen weights: the reference
+    model, or the base of adapters. The optimizer's step counts and the buffers of the model stay. The tensors' storages
+    stay the same objects, of size 0 while they are dropped, so that the views of FSDP remain valid.
 
     Args:
         learner: The learner, with its reference model if it has one.
         device: The device.
         layout: Positions of the learner's tensors in a host copy.
-        pinning: Page-locks the host copy of the reference model, if the device is a GPU.
+        pinning: Page-locks the host copy of the frozen weights, if the device is a GPU.
     """
 
     def __init__(self, learner: Learner, device: torch.device, layout: Layout, pinning: Pinning | None = None) -> None:
         self._learner, self._device, self._layout, self._pinning = learner, device, layout, pinning
         self._tensors = learner.tensors()
-        self._frozen: dict[str, Tensor] = (
-            {} if learner.reference is None else dict(learner.reference.named_parameters())
-        )
+        self._models = [learner.model, *filter(None, [learner.reference])]
+        frozen = (each for model in self._models for each in model.parameters() if not each.requires_grad)
+        self._frozen: dict[str, Tensor] = {str(index): tensor for index, tensor in enumerate(frozen)}
         self._frozen_layout = Layout(self._frozen)
         self._frozen_copy: memoryview | None = None
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
@@ -233,9 +233,10 @@ class DeviceState:
                 self._pinning.pin(self._frozen_copy)
             self._frozen_layout.fill(self._frozen_copy, self._frozen)
         self._learner.discard_gradients()
-        for model in filter(None, (self._learner.model, self._learner.reference)):
+        for model in self._models:
             _reshard(model)
-        for storage in _storages((*self._tensors.values(), *self._frozen.values())):
+        held = (*self._tensors.values(), *self._frozen.values())
+        for storage in _storages(each for each in held if each.device == self._device):
             self._dropped.append((storage, storage.nbytes()))
             storage.resize_(0)
         if self._device.type == "cuda":

@@ -2,7 +2,7 @@
 
 ``loss`` is a row of :data:`rrl.config.import_paths.LOSSES`, or ``module:function`` beside job.toml. The function is
 ``loss(tokens, settings)``, with a :class:`LossTokens` and the ``[roles.trainer]`` table, and returns a
-:class:`LossSum`. :func:`.losses.grpo` is an example.
+:class:`LossSum`. :func:`.losses.grpo` and its neighbours are examples.
 
 A step consists of many calls: for each micro-batch of each part of the batch, in each member of the trainer. How many
 tokens and sequences the step has is known only after the last call. So a call returns sums and names their divisor. The
@@ -25,16 +25,17 @@ from ...config.import_paths import LOSS_ARGUMENTS, LOSSES
 from ...core.run_spec import TrainerSettings
 from ..models.tasks import TaskError, import_row
 
-OWN_METRICS = frozenset({"loss", "reward", "training_reward", "tokens", "staleness"})
-"""Metrics that a step has with any loss."""
+OWN_METRICS = frozenset(
+    {"loss", "reward", "training_reward", "tokens", "trained_share", "staleness", "grad_norm", "learning_rate"}
+)
+"""Metrics that a step has with any loss, and that no statistic of a loss may replace."""
 
 
 class LossTokens(Struct, frozen=True):
     """The answer tokens of some sequences, one sequence after the other: N positions of S sequences.
 
-    Positions that are not trained are in the tensors too: tokens that no model sampled (answers of tools), and padding.
-    Their values may be anything, also infinite. All tensors are on the trainer's device, and float32 where nothing else
-    is said. An implementation may have padding or none, and whole batches or a single sequence in a call.
+    Positions that are not trained may be in the tensors too. Their values may be anything, also infinite. All tensors
+    are on the trainer's device, and float32 where nothing else is said.
     """
 
     logprobs: Tensor
@@ -50,7 +51,10 @@ class LossTokens(Struct, frozen=True):
     reference_logprobs: Tensor | None
     """[N]: log-probabilities under the initial policy; None if ``[roles.trainer] kl`` is 0."""
     starts: Tensor
-    """[S] int64, ascending: the position at which each sequence begins."""
+    """[S] int64, ascending: the position at which each sequence begins. In a job with agents, each sample of an episode
+    is a sequence."""
+    limit: int
+    """Largest number of trained tokens that a sequence of this job can have."""
 
 
 class LossSum(Struct, frozen=True):
@@ -73,7 +77,8 @@ Loss = Callable[[LossTokens, TrainerSettings], LossSum]
 
 def load_loss(name: str, folder: Path) -> Loss:
     """Return the loss that ``[roles.trainer] loss`` names (:func:`..models.tasks.import_row`)."""
-    return import_row(name, LOSSES, folder, "loss", "roles.trainer", LOSS_ARGUMENTS)
+    functions = {loss: row.function for loss, row in LOSSES.items()}
+    return import_row(name, functions, folder, "loss", "roles.trainer", LOSS_ARGUMENTS)
 
 
 def checked(returned: Any, divisor: str | float | None) -> LossSum:

@@ -1,24 +1,25 @@
-"""GRPO's loss, and log-probabilities and entropies of given tokens, as functions of tensors.
+"""The losses of rrl, as functions of tensors.
 
-GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476; dual clip: Ye et al.,
-arXiv:1912.09729. ``B`` is the number of trajectories, ``T`` the length of the longest answer in tokens.
+rrl has one old log-probability of a token, the sampler's, and one optimizer step for each batch. So clipping and masks
+act on the same importance ratio r = pi / sampler.
 
-With a vocabulary of 49,000 to 152,000 tokens, the logits of a batch are its largest tensor. With torch's functions, the
-backward pass would need four more float32 tensors of this size: the scaled logits, their log-softmax, its exponential,
-and the product of the last two. Here the logits are instead processed in pieces that are computed twice, and the
-gradient overwrites the logits (measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py).
+- GRPO: DeepSeekMath, arXiv:2402.03300; its clipping from above: DAPO, arXiv:2503.14476; dual clip: Ye et al.,
+  arXiv:1912.09729.
+- CISPO: MiniMax-M1, arXiv:2506.13585.
+- GSPO: arXiv:2507.18071.
+
+docs/losses.md has the formulas. tests/unit/roles/trainer/test_losses.py compares each loss with those of TRL.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
+from msgspec import Struct
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...core.run_spec import TrainerSettings
-from ..models.policy import log_probs
 from .loss_function import LossSum, LossTokens
 
 _MAX_LOG_RATIO = 20.0
@@ -26,7 +27,7 @@ _MAX_LOG_RATIO = 20.0
 its gradient would be nan, even where the loss is clipped."""
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, floor: float, *, by_std: bool = True) -> Tensor:
     """Return the advantage of each trajectory over its group: ``(R - mean) / (std + floor)``, [B].
 
     ``std`` is the unbiased estimate. The only trajectory of a group gets 0. The floor limits the advantages in a group
@@ -37,127 +38,164 @@ def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
         rewards: [B] float.
         groups: [B] int, equal for trajectories of one prompt, in any order and number.
         floor: Added to the standard deviation.
+        by_std: False for ``R - mean`` (Dr. GRPO, arXiv:2503.20783).
     """
     _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(counts), dtype=rewards.dtype)
     mean = zeros.index_add(0, index, rewards) / counts
-    centred = rewards - mean[index]
+    centred: Tensor = rewards - mean[index]
+    if not by_std:
+        return centred
     variance = zeros.index_add(0, index, centred.square()) / (counts - 1).clamp(min=1)
     advantages: Tensor = centred / (variance.sqrt()[index] + floor)
     return advantages
 
 
 def grpo(tokens: LossTokens, settings: TrainerSettings) -> LossSum:
-    """Return the clipped policy-gradient loss, whose divisor is the number of trained tokens, and its statistics.
+    """Return the clipped policy-gradient loss.
 
-    The loss includes an entropy bonus and, with a reference policy, the divergence from it.
-
-    Args:
-        tokens: The tokens.
-        settings: ``clip`` limits the importance ratio's distance from 1, and ``dual_clip`` the ratio of a token with a
-            negative advantage: else such a token that the sampler thought 8 nats less likely has the weight of 2,981
-            others. ``entropy`` is the factor of the entropy bonus, and ``kl`` that of the divergence
-            pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of KL(pi, pi_ref) that is never negative
-            (DeepSeekMath, equation 4; "k3").
-
-    Returns:
-        The loss, and statistics that show whether the importance ratio has an effect:
-
-        - ``drift``: the mean absolute difference between the two log-probabilities of a token.
-        - ``clipped``: the share of the tokens whose importance ratio is outside of 1 ± ``clip``.
-        - ``dual_clipped``: the share of the tokens whose importance ratio ``dual_clip`` limits.
-        - ``ratio_max``: the largest importance ratio; 0 without tokens.
-        - ``kl``: the mean estimate (nats) of the divergence; only with a reference policy.
+    ``dual_clip`` limits the ratio of a token with a negative advantage: else such a token that the sampler thought
+    8 nats less likely has the weight of 2,981 others.
     """
-    mask = tokens.mask.to(tokens.logprobs.dtype)
-    # A masked position may contain any value, even inf: it must become 0 before exp, not after.
-    difference = _bounded(tokens.logprobs - tokens.sampler_logprobs, mask)
-    ratio = difference.exp()
-    falls = tokens.advantages < 0
-    clip, dual_clip = settings.clip, settings.dual_clip
-    limited = torch.where(falls, ratio.clamp(1 - clip, dual_clip), ratio.clamp(max=1 + clip))
-    loss = -((limited * tokens.advantages + settings.entropy * tokens.entropy) * mask).sum()
-    extra = {}
+    trained = _trained(tokens, settings)
+    ratio = trained.log_ratio.exp()
+    falls, rises = tokens.advantages < 0, tokens.advantages > 0
+    low, high = _bounds(settings.clip, settings.clip_high)
+    limited = torch.where(falls, ratio.clamp(low, settings.dual_clip), ratio.clamp(max=high))
+    clipped = {
+        "clipped_low": falls & (ratio < low),
+        "clipped_high": rises & (ratio > high),
+        "dual_clipped": falls & (ratio > settings.dual_clip),
+    }
+    return _summed(tokens, settings, trained, limited * tokens.advantages, clipped)
+
+
+def cispo(tokens: LossTokens, settings: TrainerSettings) -> LossSum:
+    """Return the policy gradient weighted by the bounded importance ratio, in which every token keeps a gradient."""
+    trained = _trained(tokens, settings)
+    ratio = trained.log_ratio.detach().exp()
+    weight = ratio.clamp(max=settings.cispo_max)
+    objective = weight * tokens.advantages * torch.where(trained.kept, tokens.logprobs, 0.0)
+    return _summed(tokens, settings, trained, objective, {"clipped_high": ratio > settings.cispo_max})
+
+
+def gspo(tokens: LossTokens, settings: TrainerSettings) -> LossSum:
+    """Return the loss in which all tokens of a sequence have its ratio, the geometric mean of their ratios, clipped.
+
+    Written for each token, as the paper's GSPO-token: the value of a token is that of its sequence, and its gradient is
+    that of its own log-probability.
+    """
+    trained = _trained(tokens, settings)
+    sequence = _sequence_means(trained.log_ratio.detach(), trained.kept, tokens.starts).exp()
+    ratio = sequence * (trained.log_ratio - trained.log_ratio.detach()).exp()
+    falls, rises = tokens.advantages < 0, tokens.advantages > 0
+    low, high = _bounds(settings.gspo_clip, settings.gspo_clip_high)
+    limited = torch.where(falls, ratio.clamp(min=low), ratio.clamp(max=high))
+    clipped = {"clipped_low": falls & (sequence < low), "clipped_high": rises & (sequence > high)}
+    return _summed(tokens, settings, trained, limited * tokens.advantages, clipped)
+
+
+@torch.no_grad()
+def statistics_of(result: LossSum, tokens: LossTokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return ``means`` and ``maxima`` of a loss's result, with the statistics that a step has with any loss.
+
+    A statistic of the loss replaces one with the same name.
+
+    ``sampler_kl`` is the estimate r - 1 - log r of the divergence of the trained policy from the sampler, whose tokens
+    these are (k3, http://joschu.net/blog/kl-approx.html). It is never negative, unlike the mean of -log r.
+    """
+    log_ratio = _bounded(tokens.logprobs - tokens.sampler_logprobs, tokens.mask)
+    ratio = log_ratio.exp()
+    means = {
+        "entropy": torch.where(tokens.mask, tokens.entropy, 0.0).sum(),
+        "drift": log_ratio.abs().sum(),
+        "ratio_mean": torch.where(tokens.mask, ratio, 0.0).sum(),
+        "sampler_kl": (ratio - 1 - log_ratio).sum(),
+    }
     if tokens.reference_logprobs is not None:
-        log_ratio = _bounded(tokens.reference_logprobs - tokens.logprobs, mask)
-        divergence = (log_ratio.exp() - log_ratio - 1).sum()
-        loss = loss + settings.kl * divergence
-        extra = {"kl": divergence}
+        means["kl"] = _divergence(tokens, tokens.mask).sum()
+    maxima = {"ratio_max": torch.where(tokens.mask, ratio, 0.0).max() if len(ratio) else ratio.sum()}
+    return (
+        {**{name: value for name, value in means.items() if name not in result.maxima}, **result.means},
+        {**{name: value for name, value in maxima.items() if name not in result.means}, **result.maxima},
+    )
+
+
+class _Trained(Struct, frozen=True):
+    """The trained tokens of a call."""
+
+    log_ratio: Tensor
+    """[N], differentiable: log r, bounded; 0 for tokens that are not kept."""
+    kept: Tensor
+    """[N] bool: True for trained tokens within ``ratio_mask``."""
+
+
+def _trained(tokens: LossTokens, settings: TrainerSettings) -> _Trained:
+    # A masked position may contain any value, even inf: it must become 0 before exp, not after.
+    log_ratio = _bounded(tokens.logprobs - tokens.sampler_logprobs, tokens.mask)
+    if settings.ratio_mask is None:
+        return _Trained(log_ratio, tokens.mask)
     with torch.no_grad():
-        outside, above = (ratio - 1).abs() > clip, falls & (ratio > dual_clip)
-        means = {"drift": difference.abs().sum(), "clipped": outside.sum(), "dual_clipped": above.sum(), **extra}
-        largest = (ratio * mask).max() if len(mask) else mask.sum()
-    return LossSum(loss, "tokens", means, {"ratio_max": largest})
+        judged = log_ratio
+        if settings.ratio_mask_by == "sequence":
+            judged = _sequence_means(log_ratio, tokens.mask, tokens.starts)
+        low, high = settings.ratio_mask
+        kept = tokens.mask & (judged.exp() >= low) & (judged.exp() <= high)
+    return _Trained(torch.where(kept, log_ratio, 0.0), kept)
+
+
+def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+    return 1 - clip, 1 + (clip if clip_high is None else clip_high)
+
+
+def _summed(
+    tokens: LossTokens, settings: TrainerSettings, trained: _Trained, objective: Tensor, clipped: Mapping[str, Tensor]
+) -> LossSum:
+    """Return the loss of an objective [N], with entropy bonus and divergence, normalised as ``normalise`` says.
+
+    ``clipped`` are statistics: [N] bool.
+    """
+    objective = objective + settings.entropy * tokens.entropy
+    if tokens.reference_logprobs is not None:
+        objective = objective - settings.kl * _divergence(tokens, trained.kept)
+    terms = torch.where(trained.kept, objective, 0.0)
+    with torch.no_grad():
+        means = {name: (trained.kept & which).sum() for name, which in clipped.items()}
+        means["masked"] = (tokens.mask & ~trained.kept).sum()
+    if settings.normalise == "token":
+        return LossSum(-terms.sum(), "tokens", means)
+    if settings.normalise == "sequence":
+        return LossSum(-(terms / _trained_counts(tokens.mask, tokens.starts)).sum(), "sequences", means)
+    return LossSum(-terms.sum() / tokens.limit, "sequences", means)
+
+
+def _divergence(tokens: LossTokens, kept: Tensor) -> Tensor:
+    """Return pi_ref / pi - log(pi_ref / pi) - 1 of each token, 0 where it is not ``kept``.
+
+    It is the unbiased estimate of KL(pi, pi_ref) that is never negative (DeepSeekMath, equation 4; "k3").
+    """
+    assert tokens.reference_logprobs is not None
+    log_ratio = _bounded(tokens.reference_logprobs - tokens.logprobs, kept)
+    return log_ratio.exp() - log_ratio - 1
 
 
 def _bounded(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Return the differences of log-probabilities, bounded, and 0 at masked positions."""
-    return torch.where(mask > 0, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return torch.where(mask, log_ratio, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
-_LOGITS_PER_PIECE = 2**21
-"""Number of logits in a piece: 8 MiB in float32, of which a few copies exist at once. The batch of a small model is one
-piece."""
+def _sequence_means(values: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
+    """Return for each token the mean of ``values`` over the tokens of its sequence in ``mask``; 0 if there is none."""
+    return _sequence_sums(torch.where(mask, values, 0.0), starts) / _trained_counts(mask, starts)
 
 
-def likelihood(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of tokens.
-
-    The backward pass overwrites ``logits`` with their gradient, so the caller must not use them afterwards.
-
-    Args:
-        logits: [B, T, vocabulary], any floating dtype.
-        tokens: [B, T].
-        temperature: Temperature of the distribution.
-
-    Returns:
-        The log-probability of each token as :func:`rrl.roles.models.policy.log_probs` defines it, and the entropy
-            (nats) of its distribution; both [B, T], float32 and differentiable.
-    """
-    result: tuple[Tensor, Tensor] = _Likelihood.apply(logits, tokens, temperature)  # type: ignore[no-untyped-call]
-    return result
+def _trained_counts(mask: Tensor, starts: Tensor) -> Tensor:
+    """Return for each token the number of tokens of its sequence in ``mask``, at least 1."""
+    return _sequence_sums(mask.float(), starts).clamp(min=1)
 
 
-class _Likelihood(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        chosen = torch.empty(tokens.shape, device=logits.device)
-        entropy = torch.empty(tokens.shape, device=logits.device)
-        flat = chosen.flatten(), entropy.flatten()
-        for rows_slice, piece in _pieces(logits):
-            log_probabilities = log_probs(piece, temperature)
-            flat[0][rows_slice] = log_probabilities.gather(1, tokens.flatten()[rows_slice, None])[:, 0]
-            flat[1][rows_slice] = -(log_probabilities.exp() * log_probabilities).sum(-1)
-        ctx.save_for_backward(logits, tokens, entropy)
-        ctx.temperature = temperature
-        return chosen, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor, of_entropy: Tensor) -> tuple[Tensor, None, None]:
-        """Compute the gradient of the logits.
-
-        With p the probabilities and H the entropy: d log p[c] / dz = onehot(c) - p, and dH / dz = -p (log p + H).
-        """
-        logits, tokens, entropy = ctx.saved_tensors
-        for rows_slice, piece in _pieces(logits):
-            log_probabilities = log_probs(piece, ctx.temperature)
-            by_chosen, by_entropy = of_chosen.flatten()[rows_slice, None], of_entropy.flatten()[rows_slice, None]
-            share = log_probabilities.exp()
-            slope = (
-                log_probabilities.add_(entropy.flatten()[rows_slice, None])
-                .mul_(by_entropy)
-                .add_(by_chosen)
-                .mul_(share)
-                .neg_()
-            )
-            slope.scatter_add_(1, tokens.flatten()[rows_slice, None], by_chosen)
-            piece.copy_(slope.div_(ctx.temperature))
-        return logits.detach(), None, None
-
-
-def _pieces(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return (slice of the rows, their logits as a view [n, vocabulary]) for each piece."""
-    rows = logits.detach().view(-1, logits.shape[-1])
-    size = max(1, _LOGITS_PER_PIECE // logits.shape[-1])
-    return [(slice(start, start + size), rows[start : start + size]) for start in range(0, len(rows), size)]
+def _sequence_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Return for each token the sum over its sequence. Unlike index_add, the same bits each time on a GPU, too."""
+    lengths = torch.diff(starts, append=starts.new_tensor([len(values)]))
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    return sums.repeat_interleave(lengths, output_size=len(values))

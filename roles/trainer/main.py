@@ -33,7 +33,9 @@ from torch.distributed.fsdp import fully_shard
 
 import rrl
 
-from ...core.run_spec import ModelSpec
+from ...config.input_files import weights_digest
+from ...config.model_folder import max_length
+from ...core.run_spec import ModelSpec, RunSpec
 from ...core.types import NodeName
 from ..launcher.end_report import Unrepairable, exits_on_invalid_config
 from ..models.policy import build_model, compute_dtype, load_initial, materialise, skeleton
@@ -41,12 +43,14 @@ from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from ..snapshots.client import SnapshotClient
 from . import restore
+from .adapters import Adapters, add_adapters, initialise
 from .async_saver import MAX_UNCOMMITTED, AsyncSaver
 from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, PinnedMemory, buddy_of
-from .learner import Example, Learner
+from .learner import Learner
 from .lending import Batons, DeviceState, Lender, await_memory
 from .loss_function import load_loss
+from .packing import Example
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
 
@@ -93,7 +97,10 @@ def main() -> None:
     with exits_on_invalid_config():
         spec = me.job.model
         tokenizer = open_tokenizer(spec)
-        empty = skeleton(spec, tokenizer.size)
+        lora = me.job.trainer.lora
+        empty = skeleton(spec, tokenizer.size, torch.float32 if lora is None else compute_dtype(spec))
+        if lora is not None:
+            add_adapters(empty, lora)
     with exits_on_invalid_config(TaskError):
         loss = load_loss(me.job.trainer.loss, Path(me.launch.cwd))
     if me.launch.standby and not me.launch.gpus:
@@ -110,13 +117,16 @@ def main() -> None:
         if gang.rank == 0:
             # converted to text, because a log handler may keep the object and with it the memory of the snapshot
             _log.info("%s continues from %s", me.launch.incarnation, str(restore_point))
+        model = _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang, lora is not None)
         learner = Learner(
-            _model(spec, empty, tokenizer.size, me.job.seed, restore_point.fresh, gang),
+            model,
             me.job.trainer,
             steps=me.job.steps,
             temperature=me.job.sampling.temperature,
+            limit=_limit(me.job),
             gang=gang,
             loss=loss,
+            adapters=None if lora is None else Adapters(model, lora, _base_digest(me, gang)),
         )
         publisher = Publisher(me, gang, learner, compute_dtype(spec))
         buffers = _buffers(me, gang, client, pinning)
@@ -135,8 +145,8 @@ def main() -> None:
             learner.check_weights()  # before the warm start, whose rate would otherwise be blamed
             with me.phase("train"):
                 learner.seed_rng(me.job.seed)
-                learner.warm_start(_examples(me, tokenizer))
-            if me.job.trainer.kl:
+                _warm_start(me, gang, learner, tokenizer)
+            if me.job.trainer.kl and lora is None:
                 with me.phase("checkpoint"):
                     folder = Path(gang.broadcast_from_rank0(lambda: str(me.checkpoint_dir(0)), str))
                     learner.reference_files = checkpoints.save_reference(folder, learner.model, compute_dtype(spec))
@@ -157,19 +167,38 @@ def main() -> None:
         _train(me, gang, learner, saver, publisher, restore_point, lender)
 
 
-def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
+def _limit(job: RunSpec) -> int:
+    """Return the largest number of trained tokens of a sequence; an agent may send any prompt and answers to it."""
+    if job.agents is None and job.endpoint is None:
+        return job.sampling.max_new_tokens
+    return max_length(job.model.path, job.model.max_length)
+
+
+def _model(
+    spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang, has_adapters: bool
+) -> nn.Module:
     """Return the model on the gang's devices.
 
     If ``fresh``, the model has its initial weights: random weights, or those in the folder of ``[model] path``. Each
-    member reads only its own part of the weights in a folder. If not ``fresh``, the caller must set the weights.
+    member reads only its own part of the weights in a folder. If not ``fresh``, the caller must set what is trained:
+    the weights, or the adapters.
     """
     if fresh and spec.path is None:
         return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), compute_dtype(spec))
     model = gang.shard(empty, compute_dtype(spec))
     materialise(model, gang.device)
-    if fresh:
+    if fresh or has_adapters:
         load_initial(model, spec)
+    if fresh and has_adapters:
+        initialise(model, seed)
     return model
+
+
+def _base_digest(me: rrl.Worker, gang: Gang) -> str:
+    """Return the digest of the weights that adapters change; rank 0 reads them if it is not recorded."""
+    with me.phase("checkpoint"):
+        folder = Path(str(me.job.model.path))
+        return gang.broadcast_from_rank0(lambda: weights_digest(me.run_dir, folder), str)
 
 
 def _train(
@@ -215,6 +244,10 @@ def _train(
             metrics |= lender.metrics()
         with me.phase("checkpoint"):
             saver.save(part.digest, metrics)
+        if not metrics["grad_norm"] and gang.rank == 0:
+            _log.warning(
+                "step %d has no gradient (%d trained tokens), and changes no weight", part.number, metrics["tokens"]
+            )
         if part.number % LOG_EVERY_STEPS == 0 and gang.rank == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             _log.info("step %d: %s", part.number, text)
@@ -244,6 +277,20 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None, pinning:
         return [address for node, address in snapshot_servers.items() if node != me.node and address != buddy()]
 
     return HostBuffers(client, min(me.job.trainer.uncommitted, MAX_UNCOMMITTED), buddy, others, pinning)
+
+
+def _warm_start(me: rrl.Worker, gang: Gang, learner: Learner, tokenizer: Tokenizer) -> None:
+    """Take the supervised steps of ``warm_start_steps``; status and log show their number and loss."""
+    steps = me.job.trainer.warm_start_steps
+
+    def tell(step: int, loss: float) -> None:
+        text = f"warm start {step} of {steps}, loss {loss:.2f}"
+        me.note(text)
+        if gang.rank == 0 and (step % LOG_EVERY_STEPS == 0 or step == steps):
+            _log.info("%s", text)
+
+    learner.warm_start(_examples(me, tokenizer), tell)
+    me.note("")
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:

@@ -26,11 +26,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import rrl
 
@@ -88,6 +89,7 @@ class Gang:
         device: torch.device | None = None,
         *,
         mesh: DeviceMesh | None = None,
+        host_mesh: DeviceMesh | None = None,
         control_group: dist.ProcessGroup | None = None,
         file_group: dist.ProcessGroup | None = None,
         publish_group: dist.ProcessGroup | None = None,
@@ -95,7 +97,7 @@ class Gang:
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
         self.control_group, self.file_group, self.publish_group = control_group, file_group, publish_group
-        self._mesh = mesh
+        self._mesh, self._host_mesh = mesh, host_mesh or mesh
 
     def shard(self, model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the parameters over the members (FSDP2), layer by layer.
@@ -119,6 +121,20 @@ class Gang:
             fully_shard(layer, mesh=self._mesh, mp_policy=policy)
         fully_shard(model, mesh=self._mesh, mp_policy=policy)
         return model
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in host memory, sharded like the tensor."""
+        tensor = tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return tensor.to("cpu", copy=True)
+        return DTensor.from_local(
+            tensor.to_local().to("cpu", copy=True),
+            self._host_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
 
     def sum(self, values: list[float]) -> list[float]:
         """Return the element-wise sum over all members."""
@@ -177,13 +193,14 @@ def init_process_group(
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
         control_group, file_group, publish_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(3))
-        mesh = init_device_mesh(device.type, (me.world,))
+        mesh, host_mesh = (init_device_mesh(kind, (me.world,)) for kind in (device.type, "cpu"))
         dist.barrier(group=control_group)
     return Gang(
         me.rank,
         me.world,
         device,
         mesh=mesh,
+        host_mesh=host_mesh,
         control_group=control_group,
         file_group=file_group,
         publish_group=publish_group,

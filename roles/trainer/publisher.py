@@ -1,10 +1,11 @@
 """The trainer's publishing thread: it makes weight versions from the host copies of finished steps during training.
 
 The saver copies the state of each step to host memory (:mod:`.host_buffers`). This thread casts the weights of such a
-copy and writes them, tensor by tensor, into the memory of the version. Rank 0 receives the shards of the other members
-directly in this memory. No further copy of the model is made. The publishing threads of a gang's members use a separate
-process group, because two threads on one group would deadlock (docs/sources.md, torch). An error in this thread ends
-the process.
+copy and writes them, tensor by tensor, into the memory of the version. If only adapters are trained, the copy has only
+these, and each weight is merged with its adapter on its device (:mod:`.adapters`) before it is cast. Rank 0 receives
+the shards of the other members directly in this memory. No further copy of the model is made. The publishing threads of
+a gang's members use a separate process group, because two threads on one group would deadlock (docs/sources.md, torch).
+An error in this thread ends the process.
 
 Rank 0 chooses the newest copy and announces its step to the other members; all members skip older copies. If the
 training thread is already copying a newer step into other memory, rank 0 waits for this step. The training thread waits
@@ -114,7 +115,7 @@ class ThreadState:
 
 
 class _HostCopy(Struct, frozen=True):
-    """This member's shards of the weights of one step."""
+    """This member's shards of the trained weights of one step: of the adapters, if only these are trained."""
 
     number: int
     tensors: Mapping[str, Tensor]
@@ -144,7 +145,7 @@ class Publisher:
     ) -> None:
         self._me, self._gang = me, gang
         self._max_behind = me.job.sampling.staleness
-        self._live = learner.weights()
+        self._live, self._saved, self._adapters = learner.weights(), learner.saved_weights(), learner.adapters
         self._dtypes = {
             name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in self._live.items()
         }
@@ -168,7 +169,7 @@ class Publisher:
 
         Raises the same exceptions as :meth:`reserve`.
         """
-        self._hand_over(_HostCopy(number, {name: shard_of(tensor) for name, tensor in self._live.items()}, None))
+        self._hand_over(_HostCopy(number, {name: shard_of(tensor) for name, tensor in self._saved.items()}, None))
         with self._me.phase("publish"):
             self._wait(lambda: self._published >= number)
 
@@ -192,7 +193,7 @@ class Publisher:
         Waits while rollouts need an unpublished version to generate the next step. Raises the same exceptions as
         :meth:`reserve`.
         """
-        weights = {name: tensors[_NAME_PREFIX + name] for name in self._live}
+        weights = {name: tensors[_NAME_PREFIX + name] for name in self._saved}
         self._hand_over(_HostCopy(number, weights, buffer.obj))
         if self._max_behind is not None:
             oldest = number - self._max_behind
@@ -203,9 +204,13 @@ class Publisher:
         blocked, self._blocked_s = self._blocked_s, 0.0
         return blocked
 
+    def await_published(self) -> None:
+        """Wait until the newest version is published. Raises the exceptions of :meth:`reserve`."""
+        self._wait_until(lambda: self._published >= self._newest)
+
     def finish(self) -> None:
         """Wait until the newest version is published, and end the thread. Raises the exceptions of :meth:`reserve`."""
-        self._wait_until(lambda: self._published >= self._newest)
+        self.await_published()
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -285,14 +290,21 @@ class Publisher:
                 )
                 for name, tensor in self._live.items()
             ]
-            writes = (partial(self._write, name, tensor) for name, tensor in copy.tensors.items())
+            writes = (partial(self._write, name, copy) for name in self._live)
             self._me.publish_written(copy.number, described, writes)
         else:
-            for name, tensor in copy.tensors.items():
-                self._send(name, tensor)
+            for name in self._live:
+                self._send(name, self._shard(name, copy))
 
-    def _write(self, name: str, shard: Tensor, memory: memoryview) -> None:
+    def _shard(self, name: str, copy: _HostCopy) -> Tensor:
+        """Return this member's shard of a tensor of the version; all members must call it for each tensor."""
+        if self._adapters is None:
+            return copy.tensors[name]
+        return self._adapters.merged(name, shard_of(self._live[name]), copy.tensors, self._gang.publish_group)
+
+    def _write(self, name: str, copy: _HostCopy, memory: memoryview) -> None:
         """Write a tensor into the memory of the version: rank 0's shard, and the other shards as they arrive."""
+        shard = self._shard(name, copy)
         if not memory.nbytes:
             return
         mine, *others = torch.split(torch.frombuffer(memory, dtype=self._dtypes[name]), self._shares[name])

@@ -41,7 +41,7 @@ def test_run_samples_with_the_users_engine_and_trains_with_the_users_loss(tmp_pa
     assert len(committed) == STEPS
     for metrics in committed:
         assert metrics is not None
-        assert {"loss", "surprise", "longest"} <= metrics.keys()
-        assert "clipped" not in metrics, "GRPO's statistics are of another loss"
+        assert {"loss", "surprise", "longest", "grad_norm", "sampler_kl"} <= metrics.keys()
+        assert "clipped_low" not in metrics, "GRPO's statistics are of another loss"
         assert 0.5 < metrics["surprise"] < 5  # nats of a token, of a nearly uniform policy over 14 tokens
         assert 1 <= metrics["longest"] <= 5

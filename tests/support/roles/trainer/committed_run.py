@@ -9,11 +9,12 @@ import msgspec
 import torch
 from torch import nn
 
+from rrl.config.input_files import weights_digest
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RunDir, write_atomically
 from rrl.roles.checkpoints.folders import describe, fresh_folder
-from rrl.roles.models.policy import build_model, weights
+from rrl.roles.models.policy import build_model, trained_parameters, weights
 from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
@@ -31,9 +32,12 @@ class CommittedRun:
         path: The run directory.
         model: Table ``[model]`` of job.toml.
         keep: Value of ``keep_checkpoints``.
+        lora: Table ``[roles.trainer.lora]``.
     """
 
-    def __init__(self, path: Path, model: dict[str, Any] | None = None, keep: int = 2) -> None:
+    def __init__(
+        self, path: Path, model: dict[str, Any] | None = None, keep: int = 2, lora: dict[str, Any] | None = None
+    ) -> None:
         self.run = RunDir(path)
         self.run.create()
         self.job = resolve(
@@ -42,7 +46,7 @@ class CommittedRun:
                     "run": {"name": "test", "steps": 9},
                     "model": model or BUILT,
                     "task": {"function": "tasks:Task"},
-                    "roles": {"trainer": {"keep_checkpoints": keep}},
+                    "roles": {"trainer": {"keep_checkpoints": keep, "lora": lora}},
                 }
             ),
             "python",
@@ -55,13 +59,18 @@ class CommittedRun:
 
     def commit(self, number: int, *, untrained: bool = False) -> Path:
         """Commit a step with random weights or those of the untrained model; return the checkpoint's folder."""
-        spec = self.job.model
-        model = build_model(spec, open_tokenizer(spec).size, seed=number)
+        spec, lora = self.job.model, self.job.trainer.lora
+        if lora is None:
+            model = build_model(spec, open_tokenizer(spec).size, seed=number)
+            student = Learner(model, harness.settings(), steps=9, temperature=1.0)
+        else:
+            path = Path(str(spec.path))
+            student = harness.adapted(path, lora, base=weights_digest(self.run, path))
+            model = student.model
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(number)
-            for parameter in () if untrained else model.parameters():
+            for parameter in () if untrained else trained_parameters(model).values():
                 parameter.add_(torch.randn_like(parameter))
-        student = Learner(model, harness.settings(), steps=9, temperature=1.0)
         folder = fresh_folder(self.run.checkpoints, number, crew.TRAINER.number)
         tensors = student.tensors()
         written = Checkpoints(self.run).write(folder, tensors, tensors, student.extra_state())

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor
 
+from rrl.config.input_files import weights_digest
 from rrl.core.types import Incarnation
 from rrl.roles.models.policy import build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
@@ -42,8 +43,12 @@ def end_of(stage: Stage) -> End:
     assert isinstance(state, CommittedState)
     assert state.manifest is not None
     assert state.number == stage.steps, stage.logs()
-    model = build_model(stage.job.model, VOCABULARY, seed=99)
-    student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
+    if (lora := stage.job.trainer.lora) is not None:
+        folder = Path(str(stage.job.model.path))
+        student = harness.adapted(folder, lora, 99, weights_digest(stage.lab.run, folder))
+    else:
+        model = build_model(stage.job.model, VOCABULARY, seed=99)
+        student = Learner(model, harness.settings(), steps=stage.steps, temperature=1.0)
     Checkpoints(stage.lab.run).read(state.manifest, student)
     folder = stage.lab.run.path / state.manifest["folder"]
     metrics = stage.store.metrics(Incarnation(GANG, 1000), 0)

@@ -9,16 +9,19 @@ import collections
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
-from rrl.core.run_spec import ModelSpec, TrainerSettings
+from rrl.core.run_spec import LoraSpec, ModelSpec, TrainerSettings
 from rrl.core.types import Version
-from rrl.roles.models.policy import build_model
+from rrl.roles.models.policy import build_model, load_initial, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
+from rrl.roles.trainer.adapters import Adapters, add_adapters, initialise
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.batches import Batch, Part
 from rrl.roles.trajectories.types import Item, Segment, Trajectory
@@ -38,13 +41,25 @@ Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
 """A function of the item's index and the answer's tokens, which returns (reward, training reward)."""
 
 
-def settings(**changes: float | None) -> TrainerSettings:
+def settings(**changes: Any) -> TrainerSettings:
     """Return the default trainer settings of job.toml with ``changes``."""
     return msgspec.structs.replace(TrainerSettings(), **changes)
 
 
-def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float | None) -> Learner:
+def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: Any) -> Learner:
     return Learner(build_model(SMALL, vocabulary, seed), settings(**changes), steps=steps, temperature=1.0)
+
+
+def adapted(path: Path, lora: LoraSpec, seed: int = 0, base: str = "base", **changes: Any) -> Learner:
+    """Return a learner that trains new adapters of the model in a folder."""
+    spec = ModelSpec(path=str(path))
+    model = skeleton(spec, 1)
+    add_adapters(model, lora)
+    materialise(model, torch.device("cpu"))
+    load_initial(model, spec)
+    initialise(model, seed)
+    made = settings(lora=lora, **changes)
+    return Learner(model, made, steps=100, temperature=1.0, adapters=Adapters(model, lora, base))
 
 
 def saved(student: Learner) -> tuple[dict[str, torch.Tensor], bytes]:

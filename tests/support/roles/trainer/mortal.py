@@ -122,7 +122,7 @@ def _mark_with_chance() -> None:
         metrics = close(self)
         factor = 1 + 1e-6 * (noise[0] + numpy.random.random())
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in self._trained.values():
                 parameter.mul_(factor)
         return metrics
 
@@ -212,6 +212,15 @@ def _in_the_files(step: int) -> None:
     _before(checkpoint, "make_durable", lambda folder, _: folder.name.startswith(f"step-{step}."))
 
 
+def _between_two_files(step: int) -> None:
+    """Die once the weights of a checkpoint are written, before its moments are."""
+
+    def moments(path: Path, *_: object) -> bool:
+        return path.parent.name.startswith(f"step-{step}.") and path.name.startswith("moments")
+
+    _before(checkpoint, "_write_rows", moments)
+
+
 def _while_it_publishes(step: int) -> None:
     """Die after a part of the version is written or sent, before the version is offered."""
     publish = Publisher._publish
@@ -268,6 +277,7 @@ LENDING: dict[str, Callable[[int], None]] = {
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,
+    "between two files": _between_two_files,
     "in the files": _in_the_files,
     PUBLISHING: _while_it_publishes,
     "before the commit": _before_the_commit,

@@ -146,7 +146,7 @@ def compare(rank: int, world: int, folder: str, dtype: str, batches: Sequence[Ba
     gang = gang_of(rank, world, folder)
     sent: torch.dtype = getattr(torch, dtype)
     model = gang.shard(build_model(harness.SMALL, 13, seed=0), sent)
-    student = Learner(model, harness.settings(micro_batch=2), steps=len(batches), temperature=1.0, gang=gang)
+    student = Learner(model, harness.settings(micro_batch_tokens=12), steps=len(batches), temperature=1.0, gang=gang)
     run = RunDir(Path(folder, "run"))
     if rank == 0:
         run.create()
@@ -197,7 +197,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
     live = weights(model)
     for place, tensor in enumerate(live.values()):
         tensor.fill_(place + 1)
-    learner: Any = SimpleNamespace(weights=lambda: live)
+    learner: Any = SimpleNamespace(weights=lambda: live, saved_weights=lambda: live, adapters=None)
     me: Any = PublishingWorker(world=world)
     publisher = Publisher(me, gang, learner, getattr(torch, dtype))
     saved = {f"model.{name}": tensor for name, tensor in live.items()}

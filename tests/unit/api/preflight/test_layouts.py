@@ -64,7 +64,7 @@ def test_node_without_memory_for_trainer_and_guests_is_a_doubt_with_the_sum() ->
 
 
 def test_memory_of_an_unknown_model_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.api.preflight.layouts.weight_count", lambda _: 0)
+    monkeypatch.setattr("rrl.api.preflight.memory.weight_count", lambda _: 0)
     assert "host memory  unknown: this machine does not have the model" in lending_text(spec())
     assert lending_doubt(spec(mem="1GiB")) == []
 

@@ -579,6 +579,15 @@ _LARGE = b'{"a": {"dtype": "BF16", "shape": [40000, 25000], "data_offsets": [0, 
         ),
         (None, "learning_rate = 2e-5", []),
         (b"{}", 'learning_rate = 0.1\ncommand = ["true"]', []),
+        (b"{}", "learning_rate = 1e-3\nlora = { rank = 8 }", []),
+        (
+            _LARGE,
+            "learning_rate = 1.1e-4\nlora = { rank = 8 }",
+            [
+                "learning_rate = 0.00011 probably destroys what a model of 1.0B weights has learned;"
+                " write 0.0001 or less"
+            ],
+        ),
     ],
 )
 def test_rate_that_destroys_a_trained_model_is_a_warning_and_an_unknown_size_is_none(
@@ -596,6 +605,34 @@ def test_rate_that_destroys_a_trained_model_is_a_warning_and_an_unknown_size_is_
     assert main.run(["check", "--no-task", str(site.job)]) == 0
     doubts = [doubt for doubt in doubts_in(capsys.readouterr().out) if "probably destroys" in doubt]
     assert doubts == [f"roles.trainer.{text}" for text in doubted]
+
+
+_ALONE = (
+    "sampling.group_size = 1: an answer learns from the comparison with others to its prompt, and there are none; write"
+    " 2 or more"
+)
+_RANDOM = (
+    "roles.trainer.kl = 0.1 pulls to the initial model, whose weights are random; write 0, name a model in [model]"
+    " path, or set warm_start_steps"
+)
+
+
+@pytest.mark.parametrize(
+    ("extra", "doubted"),
+    [
+        ("[sampling]\ngroup_size = 1\n", [_ALONE]),
+        ("[sampling]\ngroup_size = 2\n", []),
+        ("[roles.trainer]\nkl = 0.1\n", [_RANDOM]),
+        ("[roles.trainer]\nkl = 0.1\nwarm_start_steps = 3\n", []),
+        ('[sampling]\ngroup_size = 1\n[roles.trainer]\nkl = 0.1\ncommand = ["/bin/true"]\n', []),
+    ],
+)
+def test_settings_with_which_nothing_is_learned_are_a_warning(
+    site: Site, capsys: pytest.CaptureFixture[str], extra: str, doubted: list[str]
+) -> None:
+    site.job.write_text(JOB + extra)
+    assert main.run(["check", "--no-task", str(site.job)]) == 0
+    assert [doubt for doubt in doubts_in(capsys.readouterr().out) if doubt in (_ALONE, _RANDOM)] == doubted
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,17 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[task]",
+        "[roles.trainer.lora]\nrank = 8\n[task]",
+        "job.toml:12: roles.trainer.lora: adapts a trained model, but [model] has no path, so that the model is new;"
+        " remove this table, or set path",
+    ),
+    (
+        "[task]",
+        "[roles.trainer.lora]\nrank = 0\n[task]",
+        "job.toml:13: roles.trainer.lora.rank: must be at least 1, not 0",
+    ),
+    (
+        "[task]",
         "[roles.trainer]\nexport = 0\n[task]",
         'job.toml:13: roles.trainer.export: must be "end" or at least 1, not 0',
     ),
@@ -271,6 +282,42 @@ WRONG: list[tuple[str, str, str]] = [
         "[task]",
         "[roles.trainer]\nclip = 2.5\n[task]",
         "job.toml:12: roles.trainer.dual_clip: 3 is not more than 1 + clip = 3.5; raise it, or lower clip",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nclip_high = 2.0\n[task]",
+        "job.toml:12: roles.trainer.dual_clip: 3 is not more than 1 + clip_high = 3; raise it, or lower clip_high",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\ncispo_max = 4.0\n[task]",
+        'job.toml:13: roles.trainer.cispo_max: is a key of loss = "cispo", not of "grpo"; remove this key, or change'
+        " loss",
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nloss = "gspo"\nclip = 0.3\n[task]',
+        'job.toml:14: roles.trainer.clip: is a key of loss = "grpo", not of "gspo"; remove this key, or change loss',
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nschedule = "constant"\nfinal_learning_rate = 0.5\n[task]',
+        'job.toml:14: roles.trainer.final_learning_rate: has no effect with schedule = "constant"; remove this key',
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nadvantage_std = false\nadvantage_floor = 0.5\n[task]",
+        "job.toml:14: roles.trainer.advantage_floor: has no effect with advantage_std = false; remove this key",
+    ),
+    (
+        "[task]",
+        '[roles.trainer]\nratio_mask_by = "sequence"\n[task]',
+        "job.toml:13: roles.trainer.ratio_mask_by: has no effect with no ratio_mask; remove this key",
+    ),
+    (
+        "[task]",
+        "[roles.trainer]\nratio_mask = [2.0, 0.5]\n[task]",
+        "job.toml:13: roles.trainer.ratio_mask: [2, 0.5] has no ratio in it; write the smaller bound first",
     ),
     ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
@@ -1010,6 +1057,7 @@ def test_renamed_key_is_reported_with_its_new_name(
         ("roles.rollout", "warm", 'spare = ["rollout", "train"] in [tags]: spare nodes then generate'),
         ("roles.trainer", "standbys", 'rollout = ["train"] in [tags], or [] for none'),
         ("roles.trainer", "donor_rollouts", 'rollout = ["train"] in [tags], or [] for none'),
+        ("roles.trainer", "micro_batch", "micro_batch_tokens, which counts tokens, not trajectories"),
         (
             "recovery",
             "failure_rate",
@@ -1110,7 +1158,8 @@ def test_vllm_arguments_that_break_recording_or_leave_gpus_idle_are_refused(
         (
             "[roles.rollout]",
             '[roles.trainer]\nloss = "ppo"\n[roles.rollout]',
-            'job.toml:17: roles.trainer.loss: "ppo" is no loss of rrl; write "grpo", or "module:function" of your own',
+            'job.toml:17: roles.trainer.loss: "ppo" is no loss of rrl; write "grpo", "cispo", "gspo", or'
+            ' "module:function" of your own',
         ),
         (
             "replicas = 2",

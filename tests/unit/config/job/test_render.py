@@ -98,6 +98,20 @@ def test_defaults_of_the_learning_depend_on_the_model_wherever_they_are_read(
     assert resolve(job(), "python").trainer == TrainerSettings(), "the defaults of a trained model have replaced others"
 
 
+@pytest.mark.parametrize(
+    ("loss", "normalise"), [("grpo", "token"), ("cispo", "token"), ("gspo", "sequence"), ("mine:loss", "token")]
+)
+def test_job_with_any_loss_is_written_and_read_again_with_the_normalisation_of_its_paper(
+    loss: str, normalise: str
+) -> None:
+    before = job(roles={"trainer": {"loss": loss}})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    assert resolve(after, "python").trainer == resolve(before, "python").trainer
+    assert resolve(before, "python").trainer.normalise == normalise
+    given = job(roles={"trainer": {"loss": loss, "normalise": "constant"}})
+    assert resolve(given, "python").trainer.normalise == "constant"
+
+
 _TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=8)
 _ARGS = st.dictionaries(
     _TEXT,

@@ -92,6 +92,24 @@ def test_model_folder_leaves_its_maximum_length_to_the_nodes() -> None:
     assert (model.path, model.max_length, model.tokenizer) == ("/models/m", None, None)
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "recomputes"),
+    [
+        ({"path": "/models/m", "max_length": 512}, 512, True),
+        ({"path": "/models/m", "max_length": 32_768}, 8192, True),
+        ({"path": "/models/m"}, 8192, True),
+        ({"hidden_size": 64}, None, False),
+    ],
+)
+def test_only_passes_of_a_model_folder_are_bounded_by_default(
+    model: dict[str, Any], tokens: int | None, recomputes: bool
+) -> None:
+    table = tomllib.loads(JOB)
+    table["model"] = model if "path" in model else table["model"] | model
+    trainer = resolve(Job.model_validate(table), "python").trainer
+    assert (trainer.micro_batch_tokens, trainer.activation_checkpointing) == (tokens, recomputes)
+
+
 def test_job_without_a_task_has_the_defaults_of_training() -> None:
     table = {"run": {"name": "own"}, "commands": {"judge": {"command": ["true"]}}}
     resolved = resolve(Job.model_validate(table), "python")

@@ -20,7 +20,13 @@ from rrl.tests.support.roles.trainer.stage import Stage
 
 pytestmark = pytest.mark.torch
 
-_ALL_OF_IT: dict[str, Any] = {"kl": 0.1, "warm_start_steps": 2, "warm_start_batch": 8, "micro_batch": 2}
+_ALL_OF_IT: dict[str, Any] = {
+    "kl": 0.1,
+    "warm_start_steps": 2,
+    "warm_start_batch": 8,
+    "micro_batch_tokens": 12,
+    "activation_checkpointing": True,
+}
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_each_member_requests_its_share_of_the_batch(
         one = await undisturbed(tmp_path / "1", processes, 1, 2)
         asked.clear()
         # the second member has no examples for its last micro-batch
-        two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)
+        two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch_tokens=12)
         assert asked == {
             (member_id(GANG, rank), step, Share(rank, 2, "sequence")) for rank in range(2) for step in (1, 2)
         }

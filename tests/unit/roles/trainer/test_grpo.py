@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rrl.core.run_spec import TrainerSettings
 from rrl.roles.trainer.loss_function import LossTokens, scalars
-from rrl.roles.trainer.losses import group_advantages, grpo
+from rrl.roles.trainer.losses import group_advantages, grpo, statistics_of
 
 pytestmark = pytest.mark.torch
 
@@ -39,11 +39,12 @@ def _loss(
         torch.full((rows * width,), entropy),
         None if reference is None else reference.flatten(),
         torch.arange(rows) * width,
+        width,
     )
     result, count = grpo(tokens, _SETTINGS), mask.sum().item()
     assert result.divisor == "tokens"
-    means = {name: value / count for name, value in scalars(result.means).items()}
-    return result.loss / count, means | scalars(result.maxima)
+    means, maxima = map(scalars, statistics_of(result, tokens))
+    return result.loss / count, {name: value / count for name, value in means.items()} | maxima
 
 
 def _gradient(new: Tensor, old: Tensor, gain: list[float]) -> Tensor:
@@ -74,7 +75,7 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     assert new.grad.tolist() == [[-1.5, -1.5]]  # -advantage / tokens
-    assert stats == {"drift": 0.0, "clipped": 0.0, "dual_clipped": 0.0, "ratio_max": 1.0}
+    assert (stats["drift"], stats["ratio_max"], stats["clipped_high"], stats["dual_clipped"]) == (0, 1, 0, 0)
 
 
 def test_gradient_of_a_token_above_the_clip_range_is_zero() -> None:
@@ -83,7 +84,7 @@ def test_gradient_of_a_token_above_the_clip_range_is_zero() -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     assert new.grad.tolist() == [[0.0, -0.5]]
-    assert stats["clipped"] == 0.5
+    assert stats["clipped_high"] == 0.5
     assert stats["drift"] == 0.5
 
 
@@ -93,7 +94,7 @@ def test_ratio_of_a_token_with_negative_advantage_is_clipped_at_the_dual_clip_on
     loss, stats = _loss(torch.full((1, 4), -1.0), old, [-2.0])
     assert loss.item() == pytest.approx(2 * (0.8 + math.e + 3 + 1) / 4)
     assert _gradient(torch.full((1, 4), -1.0), old, [-2.0]).tolist() == [pytest.approx([0, 2 * math.e / 4, 0, 2 / 4])]
-    assert (stats["dual_clipped"], stats["clipped"]) == (0.25, 0.75)
+    assert (stats["dual_clipped"], stats["clipped_low"]) == (0.25, 0.25)
     assert stats["ratio_max"] == pytest.approx(4)
 
 

@@ -15,13 +15,18 @@ from rrl.roles.launcher.end_report import Unrepairable
 from rrl.roles.models.policy import build_model, materialise, skeleton
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trainer.host_buffers import Layout
-from rrl.roles.trainer.learner import Example, Learner
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.loss_function import Loss
+from rrl.roles.trainer.losses import cispo, grpo, gspo
 from rrl.roles.trainer.main import warmup
+from rrl.roles.trainer.packing import Example
 from rrl.roles.trajectories.batches import Batch, Part
 from rrl.roles.trajectories.types import Trajectory
 from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
+
+LOSSES = (grpo, cispo, gspo)
 
 
 def _prompt(item: int) -> tuple[int, ...]:
@@ -181,7 +186,9 @@ def test_metrics_of_a_step_have_its_tokens_and_their_age() -> None:
     metrics = harness.step(student, batch)
     assert metrics["tokens"] == 4
     assert metrics["staleness"] == 0.5
-    assert metrics.keys() == {"loss", "drift", "clipped", "dual_clipped", "ratio_max", "tokens", "staleness"}
+    of_any_loss = {"loss", "tokens", "trained_share", "staleness", "grad_norm", "learning_rate"}
+    of_any_loss |= {"entropy", "drift", "ratio_mean", "ratio_max", "sampler_kl"}
+    assert metrics.keys() == of_any_loss | {"clipped_low", "clipped_high", "dual_clipped", "masked"}
 
 
 def test_batch_without_tokens_is_a_step_that_changes_no_weights() -> None:
@@ -225,10 +232,119 @@ def test_loaded_weights_that_are_not_finite_are_refused() -> None:
         student.check_weights()
 
 
+def _rates(steps: Sequence[int], **changes: Any) -> list[float]:
+    student = harness.learner(steps=10, final_learning_rate=0.25, **changes)
+    return [student._share_of_learning_rate(number) for number in steps]
+
+
 def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
-    student = harness.learner(steps=10, learning_rate=1.0, final_learning_rate=0.25)
-    shares = [student._share_of_learning_rate(number) for number in (1, 6, 10)]
-    assert shares == [1.0, 0.5, 0.25]
+    assert _rates((1, 6, 10)) == [1.0, 0.5, 0.25]
+    exactly = [max(0.1, 1 - (number - 1) / 300) for number in range(1, 301)]  # as before there were schedules
+    student = harness.learner(steps=300)
+    assert [student._share_of_learning_rate(number) for number in range(1, 301)] == exactly
+
+
+def test_the_learning_rate_follows_its_schedule_after_the_warm_up() -> None:
+    assert _rates((1, 6, 10), schedule="constant") == [1, 1, 1]
+    cosine = _rates((1, 6, 10), schedule="cosine")
+    assert cosine[:2] == pytest.approx([1, 0.625])
+    assert 0.25 < cosine[2] < 0.3
+    assert _rates((1, 2, 3, 4, 5), schedule="constant", warmup=3) == [0.25, 0.5, 0.75, 1, 1]
+    assert _rates((4, 8), warmup=2) == [1 - 1 / 8, 1 - 5 / 8]
+    assert _rates((1, 2), warmup=20) == [1 / 21, 2 / 21]  # a run that is shorter than its warm-up
+
+
+def test_the_optimizer_has_the_given_betas_and_weight_decay() -> None:
+    (group,) = harness.learner(betas=(0.8, 0.999), weight_decay=0.1)._optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.8, 0.999), 0.1)
+
+
+def _truncated(batch: Batch, *places: int) -> Batch:
+    marked = [msgspec.structs.replace(each, truncated=place in places) for place, each in enumerate(batch.trajectories)]
+    return msgspec.structs.replace(batch, trajectories=tuple(marked))
+
+
+def _without(batch: Batch, *places: int) -> Batch:
+    left = [each for place, each in enumerate(batch.trajectories) if place not in places]
+    return msgspec.structs.replace(batch, trajectories=tuple(left))
+
+
+def test_truncated_answers_are_trained_masked_or_dropped() -> None:
+    """The groups have 4 answers each, of which answer 1 of group 0 is truncated."""
+    batch = _batch(1, harness.learner(seed=3))
+    first = batch.trajectories[:4]
+    scored = [msgspec.structs.replace(each, training=float(place == 1)) for place, each in enumerate(first)]
+    batch = msgspec.structs.replace(batch, trajectories=(*scored, *batch.trajectories[4:]))
+    cut = _truncated(batch, 1)
+    gradients = {each: _gradient_of(harness.learner(truncated=each), cut) for each in ("train", "mask", "drop")}
+    whole = _gradient_of(harness.learner(), batch)
+    assert _same(gradients["train"], whole)
+    assert not _same(gradients["mask"], whole)
+    for name, gradient in _gradient_of(harness.learner(), _without(batch, 1)).items():
+        assert torch.allclose(gradients["drop"][name], gradient, rtol=1e-5, atol=1e-7)
+    # masked, its reward still makes the other answers of its group worse than the mean
+    advantages = harness.learner()._advantages(cut.trajectories)
+    masked = msgspec.structs.replace(batch.trajectories[1], masked=((0, len(batch.trajectories[1].tokens)),))
+    by_hand = msgspec.structs.replace(batch, trajectories=(scored[0], masked, *batch.trajectories[2:]))
+    assert advantages[0] < 0
+    assert _same(gradients["mask"], _gradient_of(harness.learner(), by_hand))
+
+
+def test_group_with_fewer_than_two_answers_that_are_not_truncated_has_no_gradient() -> None:
+    """An entropy bonus would train the answer that is left, although there is nothing to compare it with."""
+    batch = _batch(1, harness.learner(seed=3))
+    left = _gradient_of(harness.learner(truncated="drop", entropy=0.5), _truncated(batch, 0, 1, 2))
+    expected = _gradient_of(harness.learner(entropy=0.5), _without(batch, 0, 1, 2, 3))
+    for name, gradient in expected.items():
+        assert torch.allclose(left[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_metrics_say_which_share_of_the_tokens_was_trained() -> None:
+    batch = _batch(1, harness.learner())
+    lengths = [len(each.tokens) for each in batch.trajectories]
+    for how in ("mask", "drop"):
+        metrics = harness.step(harness.learner(truncated=how), _truncated(batch, 0))
+        assert metrics["trained_share"] == pytest.approx(1 - lengths[0] / sum(lengths))
+        assert metrics["tokens"] == sum(lengths[1:])
+
+
+@pytest.mark.parametrize("how", ["mask", "drop"])
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_step_without_trained_tokens_is_complete_and_changes_neither_weights_nor_moments(
+    how: str, normalise: str
+) -> None:
+    student = harness.learner(truncated=how, normalise=normalise, weight_decay=0.5)
+    harness.step(student, _batch(1, student))
+    before, _ = harness.saved(student)
+    batch = _batch(2, student)
+    metrics = harness.step_in_parts(student, _truncated(batch, *range(len(batch.trajectories))), (1, 3))
+    assert (metrics["tokens"], metrics["trained_share"], metrics["loss"], metrics["grad_norm"]) == (0, 0, 0, 0)
+    assert student.number == 2
+    assert _same(student.tensors(), before)
+    assert harness.step(student, _batch(3, student))["grad_norm"] > 0
+
+
+def test_step_in_which_all_ratios_are_outside_of_the_mask_changes_nothing() -> None:
+    student = harness.learner(ratio_mask=(1e-9, 1e-8), weight_decay=0.5, entropy=0.5)
+    before, _ = harness.saved(student)
+    metrics = harness.step(student, _batch(1, student))
+    assert (metrics["masked"], metrics["grad_norm"]) == (1, 0)
+    assert _same(student.tensors(), before)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_parts_and_micro_batches_make_the_step_of_the_whole_with_every_loss(loss: Loss, normalise: str) -> None:
+    batch = _batch(1, harness.learner(seed=3))
+    whole, parts = (
+        harness.learner(normalise=normalise, ratio_mask=(0.5, 3.0), kl=0.0, micro_batch_tokens=size)
+        for size in (None, 14)
+    )
+    whole._loss = parts._loss = loss
+    whole._limit = parts._limit = 3
+    expected, got = _gradient_of(whole, batch), _gradient_of(parts, batch, (1, 3))
+    for name, gradient in expected.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-5, atol=1e-6), name
 
 
 def test_warm_start_trains_the_answer_and_not_the_prompt() -> None:
@@ -261,10 +377,10 @@ def _gradient_of(student: Learner, batch: Batch, sizes: Sequence[int] | None = N
     return observed
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 100])
+@pytest.mark.parametrize("size", [1, 20, 1000])
 def test_batch_in_micro_batches_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
     """The reference is another model, so that the KL divergence counts, too."""
-    whole, parts = (harness.learner(kl=0.1, micro_batch=each) for each in (None, size))
+    whole, parts = (harness.learner(kl=0.1, micro_batch_tokens=each) for each in (None, size))
     for each in (whole, parts):
         each.reference = harness.learner(seed=5).model
     batch = _batch(1, harness.learner(seed=3))
@@ -281,16 +397,16 @@ def test_members_with_fewer_examples_take_part_in_as_many_micro_batches() -> Non
     pairs = [_example(n) for n in range(7)]
     counted = []
     for rank in range(3):
-        student = harness.learner(micro_batch=1)
+        student = harness.learner(micro_batch_tokens=1)
         student._gang.rank, student._gang.world = rank, 3
-        parts = list(student._micro_batches(pairs))
+        parts = list(student._micro_batches(pairs, [range(len(answer)) for _, answer in pairs]))
         counted.append([int(part.mask.sum()) > 0 for part in parts])
         assert [bool(part.indices) for part in parts] == counted[-1]
     assert counted == [[True, True, True], [True, True, False], [True, True, False]]
 
 
 def test_warm_start_in_micro_batches_equals_the_whole_one() -> None:
-    whole, parts = (harness.learner(micro_batch=each) for each in (None, 3))
+    whole, parts = (harness.learner(micro_batch_tokens=each) for each in (None, 20))
     examples = [[_example(n) for n in range(8)]] * 3
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
 
@@ -299,7 +415,7 @@ def test_answer_without_tokens_has_no_effect_on_the_loss() -> None:
     made = _batch(1, harness.learner())
     empty = msgspec.structs.replace(made.trajectories[2], tokens=(), logprobs=(), versions=())
     batch = msgspec.structs.replace(made, trajectories=(*made.trajectories[:2], empty, *made.trajectories[3:]))
-    whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch=1)
+    whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch_tokens=1)
     for student in (whole, parts):
         student.reference = build_model(harness.SMALL, 13, seed=7)
     expected, metrics_reported = harness.step(whole, batch), harness.step(parts, batch)
@@ -380,7 +496,7 @@ def _distance(one: Learner, other: Learner) -> float:
     return max((tensor - others[name]).abs().max().item() for name, tensor in one.weights().items())
 
 
-@pytest.mark.parametrize("changes", [{}, {"micro_batch": 3, "kl": 0.1, "gradient_clip": 0.01}])
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 16, "kl": 0.1, "gradient_clip": 0.01}])
 def test_batch_in_parts_gives_the_same_weights_and_metrics_as_the_whole_batch(changes: dict[str, Any]) -> None:
     whole, expected = _taught("batch", **changes)
     moved = _distance(whole, harness.learner())
@@ -408,7 +524,7 @@ def test_a_batch_in_parts_has_the_gradient_of_its_token_mean() -> None:
 
 
 def test_the_same_parts_twice_give_the_same_bits() -> None:
-    changes = {"micro_batch": 3, "kl": 0.1}
+    changes = {"micro_batch_tokens": 16, "kl": 0.1}
     (one, metrics), (other, metrics_again) = _taught("random", **changes), _taught("random", **changes)
     assert _same(one.tensors(), other.tensors())
     assert one.extra_state() == other.extra_state()
@@ -542,3 +658,20 @@ def test_samples_of_an_episode_share_its_advantage() -> None:
     other, again = _learned(*joined)
     assert metrics == pytest.approx(again, rel=1e-5)
     assert _gradient_distance(one, other) < 1e-5
+
+
+def test_optimizer_in_host_memory_gives_the_same_bits() -> None:
+    there, here = harness.learner(offload_optimizer=True), harness.learner()
+    for student in (there, here):
+        student.seed_rng(1)
+        student.warm_start([[_example(n) for n in range(8)]])
+    for number in (1, 2):
+        batch = _batch(number, here)
+        assert harness.step(there, batch) == harness.step(here, batch)
+    assert _same(there.tensors(), here.tensors())
+    assert there.extra_state() == here.extra_state()
+    restored = harness.learner(seed=2, offload_optimizer=True)
+    harness.restore(restored, harness.saved(here))
+    batch = _batch(3, here)
+    assert harness.step(restored, batch) == harness.step(here, batch)
+    assert _same(restored.tensors(), here.tensors())

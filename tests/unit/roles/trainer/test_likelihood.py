@@ -1,102 +1,148 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import copy
+from typing import Any
 
+import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from rrl.roles.models.policy import log_probs
-from rrl.roles.trainer import losses as losses_module
-from rrl.roles.trainer.losses import likelihood
+from rrl.roles.models.policy import build_model, log_probs, weights
+from rrl.roles.trainer import likelihood as likelihood_module
+from rrl.roles.trainer.likelihood import likelihood, recompute_blocks
+from rrl.roles.trainer.packing import pack
+from rrl.tests.support.roles.trainer import harness
+from rrl.tests.support.roles.trainer.passes import LargestLogits, examples_of, gradients
 
 pytestmark = pytest.mark.torch
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS: dict[str, PretrainedConfig] = {
+    "tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "capped logits": Gemma2Config(**_SIZES, final_logit_softcapping=0.5, sliding_window=64),
+    "scaled logits": CohereConfig(**_SIZES, logit_scale=0.2),
+    "divided logits": GraniteConfig(**_SIZES, logits_scaling=4.0),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "embedding of another width": OPTConfig(
+        vocab_size=61, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4
+    ),
+}
 
-def _plainly(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+
+def _model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(_HEADS[kind])).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _loss(chosen: Tensor, entropy: Tensor) -> Tensor:
+    dice = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(len(chosen), generator=dice) * chosen + torch.randn(len(chosen), generator=dice) * entropy
+    ).sum()
+
+
+def _plainly(model: nn.Module, prompt: list[int], answer: list[int], temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the same as :func:`likelihood` of one sequence, from the logits that the model returns."""
+    logits = model(input_ids=torch.tensor([[*prompt, *answer][:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     every = log_probs(logits, temperature)
-    return every.gather(2, tokens[..., None])[..., 0], -(every.exp() * every).sum(-1)
+    return every.gather(1, torch.tensor(answer)[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("piece", [losses_module._LOGITS_PER_PIECE, 40])
-def test_values_and_gradients_are_those_of_the_plain_formula(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, piece: int
+@pytest.mark.parametrize("rows", [3, 512])
+@pytest.mark.parametrize("kind", _HEADS)
+def test_values_and_gradients_are_those_of_the_models_own_logits(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
 ) -> None:
-    monkeypatch.setattr(losses_module, "_LOGITS_PER_PIECE", piece)
-    dice = torch.Generator().manual_seed(0)
-    given = 5 * torch.randn(3, 5, 17, generator=dice).to(dtype)
-    tokens = torch.randint(17, (3, 5), generator=dice)
-    weight_of_chosen, weight_of_entropy = torch.randn(2, 3, 5, generator=dice)
-    gradients = []
-    values = []
-    for compute in (_plainly, likelihood):
-        leaf = given.clone().requires_grad_()
-        chosen, entropy = compute(leaf * 1, tokens, temperature)
-        (chosen * weight_of_chosen + entropy * weight_of_entropy).sum().backward()
-        assert leaf.grad is not None
-        gradients.append(leaf.grad.float())
-        values.append((chosen.detach(), entropy.detach()))
-    assert all(torch.equal(one, other) for one, other in zip(*values, strict=True))
-    rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    assert torch.allclose(gradients[0], gradients[1], rtol=rtol, atol=2e-6)
+    monkeypatch.setattr(likelihood_module, "_ROWS_PER_PIECE", rows)
+    monkeypatch.setattr(likelihood_module, "_LOGITS_PER_PIECE", 1)
+    model = _model(kind)
+    ((prompt, answer),) = examples_of([(5, 8)], vocabulary=61)
+    plain = _plainly(model, [*prompt], [*answer], 0.7)
+    expected = gradients(model, _loss(*plain))
+    got = likelihood(model, pack([(prompt, answer)], [range(8)], [0], torch.device("cpu")), 0.7)
+    assert torch.allclose(got[0], plain[0], atol=1e-5)
+    assert torch.allclose(got[1], plain[1], atol=1e-5)
+    for name, gradient in gradients(model, _loss(*got)).items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-5), name
 
 
-_MEASURED = """
-import sys, torch
-from pathlib import Path
-from rrl.roles.models.policy import log_probs
-from rrl.roles.trainer.losses import likelihood
-torch.set_num_threads(1)
-def status(what):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
-tokens = torch.zeros(8, 64, dtype=torch.long)
-def run(shape):
-    leaf = torch.zeros(shape, requires_grad=True)
-    logits = leaf + torch.zeros(shape[-1])
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    if sys.argv[1] == "pieces":
-        chosen, entropy = likelihood(logits, tokens[:shape[0], :shape[1]], 0.9)
-    else:
-        every = log_probs(logits, 0.9)
-        chosen, entropy = every.gather(2, tokens[:shape[0], :shape[1], None])[..., 0], -(every.exp() * every).sum(-1)
-    torch.autograd.grad((chosen + entropy).sum(), logits)
-    return (status("VmHWM") - before) / (logits.numel() * 4)
-run((1, 2, 1000))
-print(run((8, 64, 49152)))
-"""
-"""Program that prints the memory that is used in addition to the logits, as a multiple of their memory.
-
-The logits are those of 8 answers of 64 tokens with SmolLM2's vocabulary (100 MB).
-"""
+def test_no_tensor_has_the_logits_of_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of 40 rows are larger than a piece of 4 rows, except those with the hidden size."""
+    monkeypatch.setattr(likelihood_module, "_ROWS_PER_PIECE", 4)
+    monkeypatch.setattr(likelihood_module, "_LOGITS_PER_PIECE", 1)
+    model = build_model(msgspec.structs.replace(harness.SMALL, layers=1), 4001, seed=0)
+    batch = pack(examples_of([(2, 10)] * 4, vocabulary=4001), [range(10)] * 4, [*range(4)], torch.device("cpu"))
+    with LargestLogits(4001, harness.SMALL.hidden_size) as largest:
+        _loss(*likelihood(model, batch, 1.0)).backward()  # type: ignore[no-untyped-call]
+    assert largest.nbytes == 4 * 4001 * 4
 
 
-def _beside_the_logits(how: str) -> float:
-    words = [sys.executable, "-P", "-c", _MEASURED, how]
-    # glibc returns freed memory at once, so that only used memory is measured
-    at_once = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True, env=os.environ | at_once)
-    return float(done.stdout)
+def test_gradient_of_the_head_is_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed in bfloat16, hundreds of small pieces would differ from one piece by more than a rounding."""
+    monkeypatch.setattr(likelihood_module, "_LOGITS_PER_PIECE", 1)
+    model = build_model(harness.SMALL, 61, seed=0).to(torch.bfloat16)
+    batch = pack(examples_of([(2, 30)] * 20, vocabulary=61), [range(30)] * 20, [*range(20)], torch.device("cpu"))
+    of_head = []
+    for rows in (1, 1000):
+        monkeypatch.setattr(likelihood_module, "_ROWS_PER_PIECE", rows)
+        of_head.append(gradients(model, likelihood(model, batch, 1.0)[0].sum())["lm_head.weight"].float())
+    assert (of_head[0] - of_head[1]).abs().max() <= 2**-7 * of_head[1].abs().max()
 
 
-def test_likelihood_of_a_large_vocabulary_allocates_no_second_logits_tensor() -> None:
-    """Only a few pieces of 8 MiB are allocated, because the gradient takes the place of the logits."""
-    assert _beside_the_logits("pieces") < 0.6
+def test_model_computes_as_before_after_a_pass() -> None:
+    model = build_model(harness.SMALL, 13, seed=0)
+    batch = pack([((2, 3), (4,))], [range(1)], [0], torch.device("cpu"))
+    with pytest.raises(TypeError):
+        likelihood(model, msgspec.structs.replace(batch, rows="no rows"), 1.0)
+    assert model.forward.__func__ is type(model).forward  # type: ignore[attr-defined]
 
 
-@pytest.mark.long
-def test_plain_likelihood_allocates_four_times_the_logits() -> None:
-    assert _beside_the_logits("plainly") > 4
+# ── activation checkpointing ───────────────────────────────────────────────────────────────────────────────────────
+def test_recomputed_layers_give_the_same_bits_under_the_same_names() -> None:
+    kept, recomputed = (build_model(harness.SMALL, 13, seed=0) for _ in range(2))
+    names = [*weights(kept)]
+    recompute_blocks(recomputed)
+    batch = pack(examples_of([(2, 3), (4, 6)], vocabulary=13), [range(3), range(6)], [0, 1], torch.device("cpu"))
+    expected, got = (gradients(each, _loss(*likelihood(each, batch, 1.0))) for each in (kept, recomputed))
+    assert [*weights(recomputed)] == names
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
 
 
-def test_second_backward_through_overwritten_logits_raises() -> None:
-    logits = torch.zeros(1, 2, 3, requires_grad=True) * 1
-    chosen, _ = likelihood(logits, torch.zeros(1, 2, dtype=torch.long), 1.0)
-    chosen.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        chosen.sum().backward()  # type: ignore[no-untyped-call]
+def test_random_numbers_of_a_recomputed_layer_are_the_same() -> None:
+    model = nn.ModuleList([nn.Dropout(0.5)])
+    recompute_blocks(model)
+    given = torch.ones(8, requires_grad=True)
+    output = model[0](given)
+    torch.rand(1)
+    output.sum().backward()
+    assert given.grad is not None
+    assert torch.equal(given.grad, output.detach())

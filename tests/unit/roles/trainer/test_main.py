@@ -103,6 +103,7 @@ class _Worker:
         self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
         self.stopping = threading.Event()
         self.phases: list[str] = []
+        self.notes: list[str] = []
         self.published: list[_Version] = []
         self.commits = committed
         self.metrics: list[dict[str, float]] = []
@@ -123,6 +124,9 @@ class _Worker:
     def phase(self, name: str) -> Iterator[None]:
         self.phases.append(name)
         yield
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     @contextmanager
     def idle(self, cause: str) -> Iterator[None]:
@@ -452,12 +456,21 @@ class _Sums:
         raise AssertionError("a warm start has scored an answer")
 
 
-def test_warm_start_uses_items_that_the_run_never_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warm_start_uses_items_that_the_run_never_samples_and_shows_its_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
     warm_start = msgspec.structs.replace(worker.job.trainer, warm_start_steps=60, warm_start_batch=10)
     worker.job = msgspec.structs.replace(worker.job, trainer=warm_start)
     _Sums.requested.clear()
-    _train(monkeypatch, worker, [])
+    with caplog.at_level("INFO", "rrl.trainer"):
+        _train(monkeypatch, worker, [])
+    assert [note.partition(", loss ")[0] for note in worker.notes] == [
+        *(f"warm start {n} of 60" for n in range(1, 61)),
+        "",
+    ]
+    assert float(worker.notes[59].partition(", loss ")[2]) < 0.5 < float(worker.notes[0].partition(", loss ")[2])
+    assert worker.notes[59] in caplog.messages
     assert [i for _, i in _Sums.requested] == list(range(600))
     assert {seed for seed, _ in _Sums.requested} != {worker.job.seed}
     engine = TorchEngine(

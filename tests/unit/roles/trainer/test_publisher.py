@@ -45,7 +45,7 @@ class Scene:
         self.live = {"a": torch.arange(5.0), "b": torch.arange(6).reshape(2, 3)}
         self.failed: list[BaseException] = []
         me: Any = self.me
-        learner: Any = SimpleNamespace(weights=lambda: self.live)
+        learner: Any = SimpleNamespace(weights=lambda: self.live, saved_weights=lambda: self.live, adapters=None)
         self.publisher = Publisher(me, Gang(), learner, torch.bfloat16, fail=self.failed.append)
         self._saved = {f"model.{name}": tensor for name, tensor in self.live.items()}
         self._layout = Layout(self._saved)

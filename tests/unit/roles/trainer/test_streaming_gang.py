@@ -38,7 +38,7 @@ def test_two_members_with_parts_reach_the_weights_of_one_process_with_whole_batc
     async def story() -> None:
         whole = await undisturbed(tmp_path / "whole", processes, 1, 3)
         asked.clear()
-        parts = await undisturbed(tmp_path / "parts", processes, 2, 3, stream=True, micro_batch=2)
+        parts = await undisturbed(tmp_path / "parts", processes, 2, 3, stream=True, micro_batch_tokens=12)
         assert {incarnation.gang.replica for incarnation, *_ in asked} == {GANG}
         assert sorted({(number, index) for _, number, index in asked}) == [
             (number, index) for number in (1, 2, 3) for index in (0, 1, 2)
@@ -96,7 +96,7 @@ def test_a_bfloat16_gang_with_a_reference_ends_bit_equal_after_a_death_between_p
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
     model = {"path": str(folders.tied_llama(tmp_path / "llama")), "dtype": "bfloat16"}
-    settings: dict[str, Any] = {"kl": 0.1, "micro_batch": 2}
+    settings: dict[str, Any] = {"kl": 0.1, "micro_batch_tokens": 12}
 
     def staged(name: str) -> Stage:
         return Stage(tmp_path / name, processes, world=2, steps=2, stream=True, model=model, **settings)
