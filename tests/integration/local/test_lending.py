@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rrl.manager.model.state import Status
 from rrl.manager.storage.lease import holder
 from rrl.tests.support import fake_gpu
 from rrl.tests.support.lending import LendingRun
+from rrl.tests.support.queue_cluster import Queue, end_allocation, submit_to
 from rrl.tests.support.runs import all_work
 from rrl.tests.support.standbys import adoptions, standbys
 
@@ -138,6 +140,23 @@ def test_lost_node_takes_its_guest_with_it_and_the_others_sleep(tmp_path: Path) 
         assert moved not in (None, lost)
         run.wait_event("build", by=f"guest/{moved}", since=since)
         run.wait(lambda state: state.replicas[guest_id(lost)].status is Status.RETIRED)
+        run.cancel()
+
+
+@pytest.mark.long
+def test_allocation_at_its_walltime_or_preempted_takes_its_guests_with_it(tmp_path: Path) -> None:
+    """The whole run moves to another allocation while guests are awake, and the trainer lends there again."""
+    with LendingRun(tmp_path, ENDLESS, partial(submit_to, Queue("pool"))) as run:
+        for preempts in (False, True):
+            run.wait_awake(since=time.time())
+            number, left = run.trainer_incarnations(), run.member(0).allocation
+            assert left is not None
+            end_allocation(run.test.run, left, 5.0 if preempts else 500.0, preempts=preempts)
+            state = run.wait(lambda state, left=left: left not in state.allocations and all_work(state))  # type: ignore[misc]
+            assert state.replica(TRAINER).incarnation_number == number + 1
+            awake = run.wait_awake(since=time.time())
+            assert awake in {run.member(rank).node for rank in range(2)}
+        assert not [one for one in run.test.state().workers if one.failures], "an announced end counts as a failure"
         run.cancel()
 
 
