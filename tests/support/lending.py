@@ -18,7 +18,7 @@ from rrl.manager.model.state import Replica, State, Status
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import SegmentsAppended, decode
 from rrl.tests.support import fake_gpu
-from rrl.tests.support.roles.trainer.replayed import KeptLogs, assert_bit_equal
+from rrl.tests.support.roles.trainer.replayed import KeptLogs, assert_bit_equal, in_order
 from rrl.tests.support.runs import TestRun, check_sound, submit_here
 
 WAIT_S = 240.0
@@ -261,7 +261,7 @@ class LendingRun:
     def continued_by_others(self, dead: Incarnation) -> list[int]:
         """Return the trajectories that ``dead`` began, and that others went on with; from the kept logs."""
         begun, continued = set[int](), set[int]()
-        for path in sorted(self._logs.folder.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+        for path in in_order(self._logs.folder):
             for record in map(decode, read_frames(path)):
                 if not isinstance(record, SegmentsAppended):
                     continue

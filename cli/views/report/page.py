@@ -5,7 +5,6 @@ The shapes are computed in ``drawing``; the template (cli/views/report/report.ht
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import jinja2
 from ....core.text import escaped, span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
-from ..formatting import stage
+from ..formatting import stage, utc_time
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
@@ -61,7 +60,7 @@ def _run(report: RunReport) -> dict[str, Any]:
         "run": report.run,
         "outcome": report.outcome,
         "why": report.why if report.outcome not in ("completed", "running") else "",
-        "period": f"{_clock(report.began)} to {_clock(report.until)} UTC",
+        "period": f"{utc_time(report.began)} to {utc_time(report.until)} UTC",
         "headline": _headline(report),
         "lost": _lost(report),
         "lanes": lanes(report, axis),
@@ -85,10 +84,6 @@ def _run(report: RunReport) -> dict[str, Any]:
         "interruptions_left_out": max(0, len(report.interruptions) - MAX_ROWS),
         "notes": report.missing,
     }
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
 
 def _headline(report: RunReport) -> list[tuple[str, str, str]]:
