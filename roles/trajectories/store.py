@@ -536,7 +536,7 @@ class Store:
             return outlook
         size, missing, has_part = outlook
         evaluated = not self.evaluations.awaited(number - 1, incarnation.number)
-        answers, has_work = 0, self._has_work_for_guests()
+        answers, has_work = 0, self._has_work_for_guests(number - 1)
         if number > self.evaluations.last_step:
             missing, has_work = 0, False
         if not evaluated:
@@ -557,15 +557,16 @@ class Store:
         )
         return balance(step, train_s, back_s, lent=lent)
 
-    def _has_work_for_guests(self) -> bool:
-        """Return whether guests have leases, or could lease trajectories with the newest weights."""
+    def _has_work_for_guests(self, step: int) -> bool:
+        """Return whether guests have leases, or could lease trajectories with the weights of ``step``.
+
+        The trainer has finished this step, and may still be publishing its weights.
+        """
         if any(self._work.leases.leased_to(one) for one in self._membership.current if is_guest(one)):
             return True
-        newest = self.newest_version
-        weights = self._state.latest if newest is None else newest.version.step
         first = self._work.first()
-        may_begin = self._may_begin_group and self._staleness.allows(None, weights)
-        return may_begin or (first is not None and self._staleness.allows(first.group, weights))
+        may_begin = self._may_begin_group and self._staleness.allows(None, step)
+        return may_begin or (first is not None and self._staleness.allows(first.group, step))
 
     def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
         """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""

@@ -166,17 +166,18 @@ def trained_step(store: Store, number: int, who: Incarnation = ROLLOUT, token_s:
         assert store.append(who, segments, (), now=100.0 * number + token_s * at) == Done()
     score(store)
     commit(store, bind(store, number))
-    publish(store, number)
 
 
 def test_pace_of_the_rollouts_comes_from_their_engines_not_from_guests(tmp_path: Path) -> None:
     store = open_beside(tmp_path)
     assert ask(store).alone_s == math.inf
     trained_step(store, 1, GUEST, token_s=0.001)
+    publish(store, 1)
     lease(store, ROLLOUT, 1, weights=1)
     assert ask(store, 2).alone_s == math.inf, "the pace of a guest was taken for that of the rollouts"
     store.hand_over(ROLLOUT)
     trained_step(store, 2, OTHER, token_s=0.5)
+    publish(store, 2)
     lease(store, OTHER, 2 * GROUP, weights=2)
     tokens_per_s = 2 * GROUP / 0.5
     assert ask(store, 3).alone_s == pytest.approx(BATCH * GROUP * MAX_NEW / tokens_per_s, rel=0.5)
@@ -222,6 +223,12 @@ def test_guests_get_no_work_if_rollouts_hold_all_of_it(tmp_path: Path) -> None:
     assert ask(store, lent=False).short_s == math.inf, "a guest could continue what a dead rollout had"
     lease(store, GUEST, weights=0)
     assert ask(store, lent=False).short_s == math.inf, "a guest works on the step"
+
+
+def test_guests_have_work_for_the_weights_that_the_trainer_is_publishing(tmp_path: Path) -> None:
+    store = open_beside(tmp_path, staleness=0)
+    trained_step(store, 1)
+    assert ask(store, 2, lent=False).short_s > 0
 
 
 def test_hand_over_ends_all_leases_at_once(tmp_path: Path) -> None:
