@@ -39,6 +39,7 @@ task = { function = "uneven_task:make" }
 """
 
 
+@pytest.mark.long  # a guest is killed below, and tests/unit/roles/lending has one that does not hand back
 def test_guests_that_are_killed_or_stopped_cost_the_trainer_nothing(tmp_path: Path) -> None:
     with LendingRun(tmp_path, ENDLESS) as run:
         node = run.wait_awake()
@@ -56,11 +57,15 @@ def test_guests_that_are_killed_or_stopped_cost_the_trainer_nothing(tmp_path: Pa
         assert run.continued_by_others(killed.incarnation), "no other engine went on with the dead guest's tokens"
 
 
-def test_one_node_trains_and_generates_in_turns_and_is_evaluated(tmp_path: Path) -> None:
+def test_one_node_trains_and_generates_in_turns_and_is_evaluated_though_its_guest_is_killed(tmp_path: Path) -> None:
     """Without other rollouts, an evaluation in the middle or at the end must not leave everybody waiting."""
     with LendingRun(tmp_path, 4, rollouts=0, ranks=1, extra=EVAL) as run:
+        killed = run.guest(run.wait_awake())
+        run.kill(killed)
         state = run.finish()
         assert state.replica(TRAINER).incarnation_number == 1
+        assert state.replica(killed.id).incarnation_number == 2
+        assert run.continued_by_others(killed.incarnation), "nobody went on with the dead guest's tokens"
         recorded = [one.event.step for one in run.test.events() if isinstance(one.event, ev.Evaluated)]
         assert recorded == [0, 2, 4]
         assert all(commit.metrics["lent_s"] > 0 for commit in run.commits())
