@@ -112,9 +112,10 @@ test-security: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m pytest tests/security
 
-# The tests that need vLLM, on CPU. The long ones belong to make test-long.
+# The tests that need vLLM, on CPU. The long ones belong to make test-long. Two files at once: while a trainer or an engine
+# of one computes, the others of its run wait.
 test-vllm: setup-vllm
-	$(VLLM)/python -m pytest tests/engine -m 'vllm and not long'
+	$(VLLM)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/engine -m 'vllm and not long'
 
 # The tests of trainers that others have written, on CPU. The long ones belong to make test-long.
 test-trainers: setup-trainers

@@ -32,7 +32,6 @@ from msgspec import Struct
 from rrl.benchmarks import _recorded
 from rrl.benchmarks._agents_learning import MANAGER, joined, kill
 from rrl.benchmarks._agents_watched import FOLDER_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
-from rrl.benchmarks._stream_replay import keep_logs
 from rrl.benchmarks._vllm_servers import free_port
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import TRAINER, ReplicaId
@@ -48,6 +47,7 @@ from rrl.roles.trajectories.durable.records import (
     decode,
 )
 from rrl.tests.support.local_cluster import crash
+from rrl.tests.support.roles.trainer.replayed import keep_logs
 from rrl.tests.support.runs import RRL, TestRun, all_work, submit_here
 from rrl.tests.support.soak import ManagerRestarter
 from rrl.transport.keys import RunKeys

@@ -1,12 +1,11 @@
 """Reads the lengths of trained answers from the store's log of a run, and repeats the training that the log records.
 
-A store that restarts rewrites its log without the tokens of committed steps. :func:`keep_logs` therefore keeps each
-file of the log from the start, by a hard link, while the run continues.
+A store that restarts rewrites its log without the tokens of committed steps, so its files are kept from the start of
+the run on (:func:`rrl.tests.support.roles.trainer.replayed.keep_logs`).
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,29 +27,17 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import GroupCreated, Record, SegmentsAppended, decode
 from rrl.roles.trajectories.durable.records import Part as StoredPart
-from rrl.tests.support.roles.trainer.replayed import trained_parts
-
-
-def keep_logs(run: RunDir, folder: Path) -> None:
-    """Keep the current files of a run's log by hard links, so that they remain when the store replaces them."""
-    for path in run.store.glob("log.*[0-9]"):
-        kept = folder / path.name
-        if not kept.exists() and path.stat().st_size:  # an empty file only claims the name of a log
-            os.link(path, kept)
+from rrl.tests.support.roles.trainer.replayed import in_order, trained_parts
 
 
 def in_open_step(logs: Path) -> bool:
     """Return whether the trainer works on the second or a later part of a step that still lacks groups."""
     last = None
-    for path in _in_order(logs):
+    for path in in_order(logs):
         for record in _records(path):
             if isinstance(record, StoredPart):
                 last = record
     return last is not None and last.index > 0 and last.lacking > 0
-
-
-def _in_order(logs: Path) -> list[Path]:
-    return sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2]))
 
 
 def _records(path: Path) -> Iterator[Record]:

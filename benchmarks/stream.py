@@ -65,13 +65,14 @@ from rrl.benchmarks import publishing
 from rrl.benchmarks._pace import Tau, overrun, recorded
 from rrl.benchmarks._provenance import provenance
 from rrl.benchmarks._requirements import check_requirements
-from rrl.benchmarks._stream_replay import Lengths, Replay, in_open_step, keep_logs, lengths, replay
+from rrl.benchmarks._stream_replay import Lengths, Replay, in_open_step, lengths, replay
 from rrl.benchmarks._stream_task import write_model
 from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Outcome, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.figures import idle_times
 from rrl.manager.model.state import State, Status
+from rrl.tests.support.roles.trainer.replayed import keep_logs
 from rrl.tests.support.runs import TestRun, submit_here
 from rrl.tests.support.supervisor import temporary_runs_folder
 

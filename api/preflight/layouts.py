@@ -8,7 +8,7 @@ from ...core.run_spec import RunSpec
 from ...core.text import plural
 from ...core.types import TRAINER, role_of
 from ...core.units import size_text
-from .local_machine import DTYPE_BYTES, TORCH_BYTES
+from .local_machine import DTYPE_BYTES, TORCH_BYTES, gib
 from .memory import rank_memory
 
 _VERSIONS = 2
@@ -28,8 +28,8 @@ def lending_text(spec: RunSpec) -> str:
         lines.append("host memory  unknown: this machine does not have the model")
     else:
         trainer, guests = needed
-        has = _gib(spec.node_group_of(role_of(TRAINER)).node.mem)
-        texts = f"about {_gib(trainer)} for the trainer's processes, {_gib(guests)} for the guests"
+        has = gib(spec.node_group_of(role_of(TRAINER)).node.mem)
+        texts = f"about {gib(trainer)} for the trainer's processes, {gib(guests)} for the guests"
         lines.append(f"host memory  of a node of the trainer: {texts}; a node has {has}")
     if spec.role("rollout").per_member.gpus and spec.rollouts["rollout"].engine == "vllm":
         lines.append("GPU memory   a sleeping guest keeps 1 to 7 GiB of each GPU, by reports of others (docs/tags.md)")
@@ -46,7 +46,7 @@ def lending_doubt(spec: RunSpec) -> list[str]:
     has = spec.node_group_of(role_of(TRAINER)).node.mem
     if sum(needed) <= has:
         return []
-    text = f"trainer and guests of a node need about {_gib(sum(needed))} of host memory together"
+    text = f"trainer and guests of a node need about {gib(sum(needed))} of host memory together"
     return [f"cluster.node.mem = {size_text(has)}: {text}; raise it, or lend with fewer GPUs on a node"]
 
 
@@ -65,7 +65,3 @@ def _host_bytes(spec: RunSpec) -> tuple[int, int] | None:
     if not trainer.per_member.gpus:
         held += max(members * sum(memory.device.values()), spec.guests_on_node * version)
     return held, guests
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"

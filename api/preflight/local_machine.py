@@ -54,19 +54,19 @@ def this_machine() -> Machine:
 
 def size_problem(job: Job, spec: RunSpec, machine: Machine) -> Problem | None:
     """Return why a job for the local cluster is too large for a machine; None if it may fit."""
-    has = f"this machine has {_gib(machine.memory)} and {machine.cores} cores"
+    has = f"this machine has {gib(machine.memory)} and {machine.cores} cores"
     if job.cluster.node.mem > machine.memory:
-        text = f"{size_text(job.cluster.node.mem)} is more than this machine has ({_gib(machine.memory)}); lower it"
+        text = f"{size_text(job.cluster.node.mem)} is more than this machine has ({gib(machine.memory)}); lower it"
         return Problem(("cluster", "node", "mem"), text)
     if (needed := _process_bytes(spec)) > machine.memory:
         role = max(spec.roles, key=lambda one: spec.most_replicas(one) * one.ranks)
         most = spec.most_replicas(role)
         key, count = ("ranks", role.ranks) if role.ranks > most else ("replicas", most)
-        text = f"{count}: the processes of the run need at least {_gib(needed)}, and {has}; lower it"
+        text = f"{count}: the processes of the run need at least {gib(needed)}, and {has}; lower it"
         return Problem((*job.table_of(role.name), key), text)
     if job.model is not None and (needed := _model_bytes(spec)) > machine.memory:
         weights = f"a model of {weight_count(spec.model):.3g} weights"
-        return Problem(("model",), f"{weights} needs at least {_gib(needed)}, and {has}; use a smaller model")
+        return Problem(("model",), f"{weights} needs at least {gib(needed)}, and {has}; use a smaller model")
     return None
 
 
@@ -98,7 +98,8 @@ def _computes(role: RoleSpec) -> bool:
     return role.built_in and role.traits.has_weights
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Return a size in GiB, with its unit."""
     return f"{nbytes / 2**30:,.1f} GiB"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from math import isfinite, nan
 
@@ -133,3 +134,8 @@ def folded(names: Iterable[str]) -> str:
         return str(NodeSet(",".join(listed), resolver=RESOLVER_NOGROUP))
     except NodeSetException:
         return ",".join(listed)
+
+
+def utc_time(at: float) -> str:
+    """Format a time in UTC, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))

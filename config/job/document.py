@@ -79,7 +79,7 @@ class JobDocument:
         """The merged keys, as TOML values."""
         self._sources = [
             *(_source_name(part, index, len(parts)) for index, part in enumerate(parts)),
-            *(_one_line(setting.option, _MAX_OPTION_CHARS) for setting in settings),
+            *(one_line(setting.option, _MAX_OPTION_CHARS) for setting in settings),
         ]
         self._settings = {len(parts) + index: setting for index, setting in enumerate(settings)}
         self._places: dict[KeyPath, _Place] = {}
@@ -113,7 +113,7 @@ class JobDocument:
         """Return the job spec as one TOML file. A single file or text without settings is returned as it was given."""
         if self._text is not None:
             return self._text
-        return f"# Merged by rrl from {_one_line(self.name)}\n\n{merged_toml(self.data)}"
+        return f"# Merged by rrl from {one_line(self.name)}\n\n{merged_toml(self.data)}"
 
     def complaint(self, key: KeyPath, message: str, *, missing: bool = False) -> str:
         """Return one line about a key: file and line, or the setting; then the key and the message.
@@ -156,7 +156,7 @@ class JobDocument:
             replaced = set(_merge(self.data, data, ()))
         except RecursionError:
             raise SpecError(
-                f"{_one_line(self.name)}: tables or arrays are nested too deeply; use fewer levels"
+                f"{one_line(self.name)}: tables or arrays are nested too deeply; use fewer levels"
             ) from None
         if replaced:
             for known in (self._places, self._first_places):
@@ -175,7 +175,7 @@ def typed_setting(key: str, value: Any) -> Setting:
         SpecError: The key or value is not valid.
     """
     option = f'set["{key}"]'
-    shown = _one_line(option, _MAX_OPTION_CHARS)
+    shown = one_line(option, _MAX_OPTION_CHARS)
     if not (path := _key(key)):
         raise SpecError(f'{shown}: is not a key of job.toml; write for example set={{"run.steps": 500}}')
     return Setting(path, _plain(value, shown), option, typed=True)
@@ -191,7 +191,7 @@ def parse_setting(text: str) -> Setting:
         SpecError: The key or value is not valid.
     """
     option = f"--set {text}"
-    shown = _one_line(option, _MAX_OPTION_CHARS)
+    shown = one_line(option, _MAX_OPTION_CHARS)
     if "=" not in text:
         raise SpecError(f"{shown}: has no value; write for example --set run.steps=500")
     for match in re.finditer("=", text):
@@ -228,7 +228,7 @@ def _merge(into: dict[str, Any], data: dict[str, Any], path: KeyPath) -> Iterato
 def _source_name(part: JobPart, index: int, parts: int) -> str:
     """Return the name of a part in error messages: a file's path, or else the argument of the Python API."""
     if isinstance(part, Path):
-        return _one_line(part)
+        return one_line(part)
     return _ARGUMENT if parts == 1 else f"{_ARGUMENT}[{index}]"
 
 
@@ -255,7 +255,7 @@ def _toml_value(value: Any, path: KeyPath, shown: str) -> Any:
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
-                    wrong = _one_line(repr(key), _MAX_OPTION_CHARS)
+                    wrong = one_line(repr(key), _MAX_OPTION_CHARS)
                     raise SpecError(f"{shown}: {_prefix(path)}the key {wrong} is not text; write it in quotes")
             return {key: _toml_value(inner, (*path, key), shown) for key, inner in value.items()}
     described = "None: leave the key out" if value is None else f"of type {type(value).__name__}"
@@ -268,7 +268,7 @@ def _prefix(path: KeyPath) -> str:
 
 # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _read(path: Path) -> str:
-    shown = _one_line(path)
+    shown = one_line(path)
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -291,7 +291,7 @@ def _setting_hint(path: Path) -> str:
     """Return a hint to write ``--set`` if the name of a missing file has the form ``key=value``, else an empty text."""
     text = str(path)
     key, sign, _ = text.lstrip("+~").partition("=")
-    return f"; to set a key, write --set {_one_line(text.lstrip('+~'))}" if sign and _key(key) else ""
+    return f"; to set a key, write --set {one_line(text.lstrip('+~'))}" if sign and _key(key) else ""
 
 
 def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
@@ -307,14 +307,14 @@ def _parsed(shown: str, text: str) -> tuple[dict[str, Any], Mapping[KeyPath, int
 def _syntax(shown: str, text: str, error: ValueError) -> str:
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", str(error), re.DOTALL)
     if match is None:
-        return f"{shown}: not valid TOML: {_one_line(error)}"
+        return f"{shown}: not valid TOML: {one_line(error)}"
     message, line, column = match.groups()
     message = re.sub(r"Cannot declare \('(.*)',?\) twice", r"table [\1] is defined twice", message).replace("', '", ".")
     message = _PLAIN_MESSAGES.get(message, message[0].lower() + message[1:])
     if line is None:
         line, message = text.count("\n") + 1, f"{message}, up to the end of the file"
-        return f"{shown}:{line}: not valid TOML: {_one_line(message)}"
-    return f"{shown}:{line}:{column}: not valid TOML: {_one_line(message)}"
+        return f"{shown}:{line}: not valid TOML: {one_line(message)}"
+    return f"{shown}:{line}:{column}: not valid TOML: {one_line(message)}"
 
 
 _PLAIN_MESSAGES = {
@@ -356,7 +356,7 @@ def _value(shown: str, text: str) -> Any:
     except ValueError as error:
         if text[0] in "[{\"'":
             quoted = "put the setting in single quotes, because the shell removes double quotes"
-            raise SpecError(f"{shown}: not valid TOML: {_one_line(error)}; {quoted}") from None
+            raise SpecError(f"{shown}: not valid TOML: {one_line(error)}; {quoted}") from None
         return text
     value = data["value"]
     if len(data) > 1 or isinstance(value, datetime.date | datetime.time):
@@ -364,6 +364,7 @@ def _value(shown: str, text: str) -> Any:
     return value
 
 
-def _one_line(value: object, max_chars: int = 1000) -> str:
+def one_line(value: object, max_chars: int = 1000) -> str:
+    """Return a value as text of one line, shortened to ``max_chars`` characters."""
     text = on_one_line(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."

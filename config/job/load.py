@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from ...core.text import on_one_line
 from ..model_folder import SHAPE_KEYS, max_length
 from ..toml_positions import Path as KeyPath
 from .document import JobDocument
 from .document import SpecError as SpecError
 from .document import dotted_key as _dotted
+from .document import one_line as _one_line
 from .render import as_value
 from .resolve import with_dependent_defaults
 from .schema import Job, TaskTable
@@ -347,8 +347,3 @@ def _format_value(value: Any) -> str:
         return "a list"
     shown = json.dumps(value, ensure_ascii=False)
     return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."
-
-
-def _one_line(value: object, max_chars: int = 1000) -> str:
-    text = on_one_line(value)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}..."

@@ -70,9 +70,9 @@ def affordable(state: State, role: RoleSpec, now: float, together: int = 1) -> t
     return int(max(0.0, free) // MIN_WALLTIME_S), max(MIN_WALLTIME_S, share // MIN_WALLTIME_S * MIN_WALLTIME_S)
 
 
-def elastic_role(job: RunSpec) -> RoleSpec | None:
-    """Return the elastic pool of a job; None if it has none. A job has at most one."""
-    return next((role for role in job.roles if role.is_elastic), None)
+def elastic_role(job: RunSpec, node_group: str | None = None) -> RoleSpec | None:
+    """Return the elastic pool of a job; None if it has none, or another ``node_group``. A job has at most one."""
+    return next((role for role in job.roles if role.is_elastic and node_group in (None, role.name)), None)
 
 
 def ended_by(state: State, resize: Resize) -> list[Incarnation]:

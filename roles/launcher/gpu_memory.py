@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import cache
 
 from ...core.command_runner import run_async
 from ...core.launch import LAUNCH_ENV, read_launch
@@ -96,14 +97,11 @@ def _occupied(gpus: Mapping[str, Accelerator]) -> list[str]:
 
 def _guests() -> set[int]:
     """Return the pids of all processes of the run's guests on this node."""
-    if not (folder := os.path.dirname(os.environ.get(LAUNCH_ENV, ""))):
-        return set()
-    launched: dict[str, list[int]] = {}
-    for process in processes(folder):
-        launched.setdefault(process.launch, []).append(process.pid)
-    return {pid for file, pids in launched.items() if _is_guest(file) for pid in pids}
+    folder = os.path.dirname(os.environ.get(LAUNCH_ENV, ""))
+    return {process.pid for process in processes(folder) if _is_guest(process.launch)} if folder else set()
 
 
+@cache
 def _is_guest(launch_file: str) -> bool:
     try:
         return read_launch(OwnPath(launch_file)).guest

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import threading
@@ -31,7 +30,7 @@ from ...core.processes import Process, processes, read_process, sweep, with_mark
 from ...core.types import GUEST_ROLE, Incarnation, NodeName
 from ...transport.streams.connection import Connection, TransportError, authenticate
 from ...transport.streams.framing import derive_key, receive_message, send_message
-from ...transport.streams.unix import UnixConnection, UnixListener, dial_unix
+from ...transport.streams.unix import UnixConnection, UnixListener, dial_unix, secret_name
 from ...transport.weights.protocol import Acceptor
 
 _log = logging.getLogger("rrl.lending")
@@ -49,7 +48,6 @@ _KILL_RETRY_S = 0.1
 """Seconds until the next attempt to kill a holder, if it is not known, or is the trainer's previous incarnation."""
 _KILL_TIMEOUT_S = 2.0
 """Seconds for which a leader waits for the end of the processes that it kills."""
-_MAX_RUN_NAME_CHARS = 40
 T = TypeVar("T")
 
 
@@ -98,9 +96,8 @@ class Taken(Struct, frozen=True):
 
 
 def baton_name(run: str, node: NodeName, slot: int, secret: bytes) -> str:
-    """Return the abstract name; only processes of the run can compute it."""
-    digest = hmac.digest(secret, f"baton {node} {slot}".encode(), "sha256").hex()
-    return f"rrl/{run[:_MAX_RUN_NAME_CHARS]}/{digest[:16]}"
+    """Return the address of a slot."""
+    return secret_name(run, f"baton {node} {slot}", secret)
 
 
 class _Side:

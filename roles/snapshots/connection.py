@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -17,22 +16,15 @@ from ...core.types import NodeName
 from ...transport.keys import RunKeys
 from ...transport.streams.connection import Connection, TransportError, authenticate, deadline
 from ...transport.streams.framing import ANSWER_TIMEOUT_S, derive_key, receive_message, send_message
-from ...transport.streams.unix import UnixConnection, dial_unix
+from ...transport.streams.unix import UnixConnection, dial_unix, secret_name
 from ...transport.weights.tcp import dial
 from . import messages as msg
 from .format import Fenced, SnapshotError
 
-MAX_RUN_NAME_CHARS = 40
-"""Maximum number of characters of the run's name in the names of sockets and memfds, which the kernel limits."""
-
 
 def socket_name(run: str, node: NodeName, secret: bytes) -> str:
-    """Return the name of the abstract Unix socket for the members on ``node``.
-
-    The name depends on the run's secret, so that no other process can bind it first. It differs between runs and
-    between virtual nodes of one machine.
-    """
-    return f"rrl/{run[:MAX_RUN_NAME_CHARS]}/{hmac.digest(secret, f'snapshots {node}'.encode(), 'sha256').hex()[:16]}"
+    """Return the name of the abstract Unix socket for the members on ``node``, which may be a virtual node."""
+    return secret_name(run, f"snapshots {node}", secret)
 
 
 def local_key(node: NodeName, secret: bytes) -> bytes:

@@ -28,12 +28,12 @@ from ...transport.streams.framing import (
     send_bulk,
     send_message,
 )
-from ...transport.streams.unix import UnixConnection, UnixListener
+from ...transport.streams.unix import MAX_RUN_NAME_CHARS, UnixConnection, UnixListener
 from ...transport.weights.protocol import Acceptor
 from ...transport.weights.tcp import listen
 from . import messages as msg
 from .buffers import DoubleBuffer, SnapshotBuffers
-from .connection import MAX_RUN_NAME_CHARS, local_key, remote_key, socket_name
+from .connection import local_key, remote_key, socket_name
 from .format import (
     HEAD_AREA_BYTES,
     HEAD_BYTES,

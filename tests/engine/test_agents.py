@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rrl.examples.smollm2 import make_model
 from rrl.roles.trajectories.durable.log import read_frames
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 THIRD_PARTY = Path(__file__).parents[2] / "examples" / "third_party_agent"
 TIMEOUT_S = 2400.0
 """Time limit of a run (s); a run takes three minutes on two idle cores."""
+LAYERS = 4
+"""Layers, of 30, that are left of the model whose answers are of no use anyway."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +47,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_third_party_agent_runs_unchanged_and_its_turns_are_trained(folder: Path) -> None:
     shutil.copy(THIRD_PARTY / "agent.py", folder)
-    run = submit_here(folder, (THIRD_PARTY / "job.toml").read_text())
+    job = (THIRD_PARTY / "job.toml").read_text()
+    model = tomllib.loads(job)["model"]["path"]
+    assert model == str(make_model.FOLDER)
+    _save_first_layers(make_model.FOLDER.expanduser(), folder / "model")
+    run = submit_here(folder, job.replace(model, str(folder / "model")))
     state = run.wait_end(TIMEOUT_S)
     assert (state.outcome, state.step) == ("completed", 2), state.why
     run.wait_gone(120)
@@ -67,6 +75,15 @@ def test_trained_tokens_of_branching_conversations_are_those_that_vllm_sampled(f
     assert drift.turns > 2 * drift.episodes, "an episode has no second turn"
     assert drift.samples > drift.episodes, "no episode has a branch"
     assert drift.versions > 1, "no tokens were sampled with new weights"
+
+
+def _save_first_layers(source: Path, folder: Path) -> None:
+    """Save a model of the first layers of another one, with its tokenizer and its chat template."""
+    model = AutoModelForCausalLM.from_pretrained(source, num_hidden_layers=LAYERS)
+    model.save_pretrained(folder)
+    for file in source.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
 
 
 def turns_by_episode(run: TestRun) -> Counter[int]:

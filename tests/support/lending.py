@@ -18,8 +18,8 @@ from rrl.manager.model.state import Replica, State, Status
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import SegmentsAppended, decode
 from rrl.tests.support import fake_gpu
-from rrl.tests.support.roles.trainer.replayed import KeptLogs, assert_bit_equal
-from rrl.tests.support.runs import check_sound, submit_here
+from rrl.tests.support.roles.trainer.replayed import KeptLogs, assert_bit_equal, in_order
+from rrl.tests.support.runs import TestRun, check_sound, submit_here
 
 WAIT_S = 240.0
 """Deadline (s) of one wait. Five processes that import torch share two cores with other tests."""
@@ -36,6 +36,7 @@ def job(
     gpu: Path,
     steps: int,
     *,
+    cluster: str = "local",
     rollouts: int = 1,
     ranks: int = RANKS,
     spares: int = 0,
@@ -60,7 +61,7 @@ def job(
 name = "lending"
 steps = {steps}
 [cluster]
-kind = "local"
+kind = "{cluster}"
 spares = {spares}
 node = {{ cpus = 2, mem = "3GiB" }}
 [task]
@@ -112,14 +113,19 @@ join = "300s"
 
 
 class LendingRun:
-    """A run whose trainer lends; its store's logs are kept for :meth:`check`."""
+    """A run whose trainer lends; its store's logs are kept for :meth:`check`.
 
-    def __init__(self, folder: Path, steps: int, **settings: Any) -> None:
+    ``submit`` submits a job.toml in ``folder``. The settings are those of :func:`job`.
+    """
+
+    def __init__(
+        self, folder: Path, steps: int, submit: Callable[[Path, str], TestRun] = submit_here, **settings: Any
+    ) -> None:
         self.gpu = folder / "gpu"
-        self.gpu.mkdir()
+        self.gpu.mkdir(exist_ok=True)
         self.toml = job(self.gpu, steps, **settings)
         self.steps, self._ranks = steps, settings.get("ranks", RANKS)
-        self.test = submit_here(folder, self.toml)
+        self.test = submit(folder, self.toml)
         self._logs = KeptLogs(self.test.run, folder / "logs")
 
     def __enter__(self) -> LendingRun:
@@ -255,7 +261,7 @@ class LendingRun:
     def continued_by_others(self, dead: Incarnation) -> list[int]:
         """Return the trajectories that ``dead`` began, and that others went on with; from the kept logs."""
         begun, continued = set[int](), set[int]()
-        for path in sorted(self._logs.folder.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+        for path in in_order(self._logs.folder):
             for record in map(decode, read_frames(path)):
                 if not isinstance(record, SegmentsAppended):
                     continue

@@ -1,4 +1,4 @@
-"""The local cluster with a queue, as of a busy Slurm: it grants the nodes of a pool late or never, and preempts them.
+"""The local cluster with a queue, as of a busy Slurm: it grants nodes late or never, and takes them back.
 
 Run as a program with the path of a run directory, this module is a manager of that run. :func:`submit_to` submits a run
 with such managers. What the queue does stands in a file of the run directory, so it outlives a manager.
@@ -61,8 +61,10 @@ class _Queued(Struct, frozen=True):
     request: AllocationRequest
     granted_at: float
     """Wall-clock time (s) from which the request is granted."""
-    preempted_at: float | None
-    """Wall-clock time (s) at which the allocation ends; None if it is not preempted."""
+    ends_at: float | None
+    """Wall-clock time (s) at which the allocation ends; None if it lasts as long as its run."""
+    preempts: bool = True
+    """Whether it ends by a preemption, which is announced late, or at its walltime, which is always known."""
 
 
 class QueueCluster(LocalCluster):
@@ -77,16 +79,16 @@ class QueueCluster(LocalCluster):
     async def request(self, request: AllocationRequest) -> None:
         if request.node_group != self._queue.pool:
             await super().request(request)
-        elif not self._record(request.tag).exists():
+        elif not _record(self._run, request.tag).exists():
             granted_at = time.time() + self._queue.wait_s
             drawn = random.Random(f"{self._queue.seed} {request.tag.partition('.')[2]}").expovariate(1.0)
             held_s = self._queue.grace_s + drawn * self._queue.lifetime_s
             queued = _Queued(request, granted_at, granted_at + held_s if self._queue.lifetime_s else None)
-            write_atomically(self._record(request.tag), msgspec.json.encode(queued))
+            write_atomically(_record(self._run, request.tag), msgspec.json.encode(queued))
             await self._advance(queued)
 
     async def release(self, tag: str) -> None:
-        self._record(tag).unlink(missing_ok=True)
+        _record(self._run, tag).unlink(missing_ok=True)
         await super().release(tag)
 
     async def observe(self) -> ClusterSnapshot:
@@ -99,27 +101,24 @@ class QueueCluster(LocalCluster):
         for queued in self._all_queued():
             tag, now = queued.request.tag, time.time()
             status = allocations.get(tag, AllocationStatus(AllocationState.PENDING, tag, detail="(Priority)"))
-            left = inf if queued.preempted_at is None else queued.preempted_at - now
-            if status.state is AllocationState.RUNNING and left <= self._queue.grace_s:
-                status = replace(status, time_left_s=max(0.0, left), reclaimed=True)
+            left = inf if queued.ends_at is None else queued.ends_at - now
+            if status.state is AllocationState.RUNNING and (left <= self._queue.grace_s or not queued.preempts):
+                status = replace(status, time_left_s=max(0.0, left), reclaimed=queued.preempts)
             allocations[tag] = status
         return replace(snapshot, allocations=allocations)
 
     async def _advance(self, queued: _Queued) -> None:
-        """Grant a request whose wait is over; end an allocation at the time of its preemption."""
+        """Grant a request whose wait is over; end an allocation whose time is over."""
         now = time.time()
-        if now >= (queued.preempted_at or inf):
+        if now >= (queued.ends_at or inf):
             tag = queued.request.tag
             granted = self._allocations().get(tag)
             for node in granted.nodes if granted is not None else ():
                 await asyncio.to_thread(sweep, partial(processes_on, self._run, node), KILL_TIMEOUT_S)
             self._remove_record(self._allocation_file(tag))
-            self._record(tag).unlink(missing_ok=True)
+            _record(self._run, tag).unlink(missing_ok=True)
         elif now >= queued.granted_at:
             await super().request(queued.request)
-
-    def _record(self, tag: str) -> Path:
-        return self._folder / f"{tag}.json"
 
     def _all_queued(self) -> list[_Queued]:
         return [msgspec.json.decode(path.read_bytes(), type=_Queued) for path in sorted(self._folder.glob("*.json"))]
@@ -143,6 +142,17 @@ def submit_to(queue: Queue, folder: Path, toml: str) -> TestRun:
     with (run.submit / "manager.err").open("ab") as errors:
         subprocess.run(["setsid", "--fork", *_manager(run)], stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
     return TestRun(run, _caller(run))
+
+
+def end_allocation(run: RunDir, tag: str, after_s: float, *, preempts: bool) -> None:
+    """Let an allocation of the queue's node group end ``after_s`` seconds from now (:class:`_Queued`)."""
+    queued = msgspec.json.decode(_record(run, tag).read_bytes(), type=_Queued)
+    changed = replace(queued, ends_at=time.time() + after_s, preempts=preempts)
+    write_atomically(_record(run, tag), msgspec.json.encode(changed))
+
+
+def _record(run: RunDir, tag: str) -> Path:
+    return run.path / "queue" / f"{tag}.json"
 
 
 def _caller(run: RunDir) -> Callable[..., subprocess.Popen[str]]:

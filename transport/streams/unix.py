@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import os
 import socket
 import struct
@@ -28,7 +29,14 @@ _ACCEPT_RETRY_S = 1.0
 """Seconds until the next attempt if no descriptor is free for an accepted connection."""
 _MAX_NAME_BYTES = 107
 """Maximum length of an abstract name in bytes (unix(7), ``sun_path`` without the leading zero)."""
+MAX_RUN_NAME_CHARS = 40
+"""Maximum number of characters of the run's name in the names of sockets and memfds, which the kernel limits."""
 T = TypeVar("T")
+
+
+def secret_name(run: str, purpose: str, secret: bytes) -> str:
+    """Return an abstract name that only processes of the run can compute, so that no other process binds it first."""
+    return f"rrl/{run[:MAX_RUN_NAME_CHARS]}/{hmac.digest(secret, purpose.encode(), 'sha256').hex()[:16]}"
 
 
 class UnixConnection:

@@ -15,8 +15,8 @@ import jinja2
 from ....core.text import span
 from ....health.history.cache import Sources
 from ....health.report.model import Day, NodeReport, Report, SiteReport
-from ..formatting import folded
-from .health_report import drain_text, interval, is_notable, rows_of, utc_time
+from ..formatting import folded, utc_time
+from .health_report import drain_text, interval, is_notable, rows_of
 from .health_report import figure as digits
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -14,7 +13,7 @@ from ....core.text import plural, span
 from ....health.history.cache import Sources
 from ....health.history.rates import Rate
 from ....health.report.model import DrainState, NodeReport, Report, SiteReport
-from ..formatting import VERDICT_COLOUR, folded, grid, plain_table
+from ..formatting import VERDICT_COLOUR, folded, grid, plain_table, utc_time
 
 BAR_COLUMNS = 24
 """Width of a bar in columns."""
@@ -51,11 +50,6 @@ def drain_text(drain: DrainState) -> str:
         return drain.state.lower()
     by = f" ({drain.by})" if drain.by else ""
     return f"{'by rrl' if drain.owner == 'rrl' else 'foreign'}: {drain.reason or 'no reason'}{by}"
-
-
-def utc_time(at: float) -> str:
-    """Format a time in UTC, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
 
 def figure(value: float) -> str:

@@ -6,7 +6,6 @@ script is the one that filters samples, whose digest is in the policy of the pag
 
 from __future__ import annotations
 
-import time
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
@@ -21,7 +20,7 @@ from ....core.text import escaped, plural, span
 from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
-from ..formatting import stage
+from ..formatting import stage, utc_time
 from ..samples import PageSamples, scores_of
 from .comparison_tables import SIDES, comparison_tables
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
@@ -78,7 +77,7 @@ def _run(report: RunReport, samples: PageSamples) -> dict[str, Any]:
         "run": report.run,
         "outcome": report.outcome,
         "why": report.why if report.outcome not in ("completed", "running") else "",
-        "period": f"{_clock(report.began)} to {_clock(report.until)} UTC",
+        "period": f"{utc_time(report.began)} to {utc_time(report.until)} UTC",
         "headline": _headline(report),
         "lost": _lost(report),
         "lanes": lanes(report, axis),
@@ -117,10 +116,6 @@ def _samples_text(run: str, samples: PageSamples) -> str:
         return samples.missing
     steps = len({step for step, _ in samples.samples})
     return f"{len(samples.samples)} samples of {steps} of {plural(samples.kept, 'step')}; more: rrl samples {run} STEP"
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
 
 def _headline(report: RunReport) -> list[tuple[str, str, str]]:

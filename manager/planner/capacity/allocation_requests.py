@@ -11,7 +11,7 @@ from ....cluster.base import AllocationRequest
 from ....core.run_spec import NodeGroup, RunSpec
 from ....core.types import NodeName, Outcome
 from ...model.actions import Action, Finish, Request, Rung, Why, every_lower
-from ...model.pools import MIN_WALLTIME_S, affordable
+from ...model.pools import MIN_WALLTIME_S, affordable, elastic_role
 from ...model.state import Allocation, RejectedRequest, State
 from ..deadlines import NEVER
 from .node_fitness import barred_nodes, unfit_nodes
@@ -168,7 +168,7 @@ def build_request(
     also limited to what its budget allows, if ``together`` requests are made at once.
     """
     walltime = min(state.ends_at - now, node_group.walltime)
-    if node_group.dedicated and (role := state.job.role(node_group.name)).is_elastic:
+    if role := elastic_role(state.job, node_group.name):
         walltime = min(walltime, affordable(state, role, now, together)[1]) // MIN_WALLTIME_S * MIN_WALLTIME_S
     return AllocationRequest(
         tag,

@@ -10,7 +10,7 @@ import msgspec
 from ....core.run_spec import NodeGroup
 from ....core.types import NodeName, Outcome, ReplicaId, gang_of, role_of
 from ...model.actions import Action, Fence, Finish, LowerRungs, Release, Request, Resize, Rung, Why
-from ...model.pools import affordable
+from ...model.pools import affordable, elastic_role
 from ...model.queries import extras_role, gang, open_requests, place_of, substitutes
 from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, SHUTDOWN_GRACES, rotate_at, unsatisfiable_at
@@ -97,7 +97,7 @@ def _overdue(state: State, inventory: NodeInventory, assigned: Assignment, now: 
         detail = allocation.status.detail if allocation.status else "not listed in the queue"
         text = f"no nodes after {now - allocation.requested_at:.0f} s ({detail})"
         evidence = (f"{allocation.tag}: {unsatisfiable_reason or text}",)
-        if _is_elastic(state, node_group):
+        if elastic_role(state.job, node_group.name):
             return [Release(allocation.tag, Why(evidence))], now
         expected = inventory.expected(node_group.name) - allocation.request.count
         consequences = _handle_no_nodes(state, inventory, assigned, node_group, expected, evidence, now)
@@ -124,7 +124,7 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
     """
     node_group = state.job.node_group(allocation.request.node_group)
     if node_group.dedicated:
-        return 0.0 if allocation.refused and _is_elastic(state, node_group) else NEVER
+        return 0.0 if allocation.refused and elastic_role(state.job, node_group.name) else NEVER
     lacking = [replica for replica in assigned.lacking if replica.role in node_group.roles]
     if not lacking and any(replica.role in node_group.roles for replica in assigned.unmovable):
         return NEVER
@@ -158,7 +158,7 @@ def _replacements(
     missing = nodes_for(state, lacking) + _missing_spares(state, inventory, assigned, node_group) - expected
     if missing <= 0:
         return [], recent_rejections[-1].at + window if recent_rejections else NEVER
-    if _is_elastic(state, node_group):
+    if elastic_role(state.job, node_group.name):
         over = is_rejected(state, recent_rejections, now)
         allowed = 0 if over else affordable(state, state.job.role(node_group.name), now)[0]
         if surplus := _surplus(state, assigned, node_group, expected + allowed):
@@ -195,11 +195,6 @@ def _replacements(
         for request in requests
     ]
     return [Request(request, why) for request in requests], NEVER
-
-
-def _is_elastic(state: State, node_group: NodeGroup) -> bool:
-    """Return whether the group has the nodes of the elastic rollout pool."""
-    return node_group.dedicated and state.job.role(node_group.name).is_elastic
 
 
 def _surplus(state: State, assigned: Assignment, node_group: NodeGroup, nodes: int) -> tuple[ReplicaId, ...]:

@@ -44,7 +44,7 @@ class NodeInventory:
         self._state, self._now = state, now
         rotation_times = {allocation.tag: rotate_at(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends_at for allocation in state.allocations.values())
-        stops = elastic_stops(state)
+        self.stops = stops = elastic_stops(state)
         window = state.job.recovery.window
         failure_expiries = (
             failure.at + window for replica in state.workers if replica.failures for failure in replica.failures

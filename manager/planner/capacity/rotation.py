@@ -15,7 +15,7 @@ from ...model.actions import Decision, Fence, LowerRungs, Release, Resize, Rung,
 from ...model.pools import elastic_role
 from ...model.queries import to_launch
 from ...model.state import Allocation, Replica, State, Status
-from ..deadlines import NEVER, elastic_stops, rotate_at, rotation_urgent_at
+from ..deadlines import NEVER, rotate_at, rotation_urgent_at
 from .node_lifecycle import should_drain
 from .nodes import NodeInventory
 from .placement import Assignment, nodes_for
@@ -89,13 +89,15 @@ def redundant_allocations(
     wake = NEVER
     occupied = {node for node, occupants in inventory.occupied.items() if occupants}
     occupied |= assigned.planned_nodes
-    stops = elastic_stops(state)
     for node_group in state.job.node_groups:
         empty = [
             a
             for a in state.allocations.values()
             if a.request.node_group == node_group.name
-            and (_is_empty(inventory, a, occupied) or (a.tag in stops and _is_over(state, a, stops[a.tag], now)))
+            and (
+                _is_empty(inventory, a, occupied)
+                or (a.tag in inventory.stops and _is_over(state, a, inventory.stops[a.tag], now))
+            )
         ]
         for allocation, reason in _redundant(state, inventory, node_group, empty, assigned, now):
             if allocation.not_before > now:
@@ -195,7 +197,6 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
     fences: list[Decision] = []
     stops: dict[ReplicaId, str] = {}
     limits, elastic = state.job.limits, elastic_role(state.job)
-    stop_times = elastic_stops(state)
     queued = 0 if elastic is None else inventory.expected(elastic.name) - _without_node(state, elastic.name)
     for replica in state.workers:
         if not replica.is_current:
@@ -205,7 +206,7 @@ def preemptions(state: State, inventory: NodeInventory, now: float) -> list[Deci
             if evidence := evidence or _loss_evidence(state, replica):
                 stops[gang_of(replica.id)] = evidence
                 continue
-            if now >= stop_times.get(replica.allocation or "", NEVER):
+            if now >= inventory.stops.get(replica.allocation or "", NEVER):
                 evidence = _end_evidence(state.allocations[replica.allocation or ""], now)
                 if queued <= 0:
                     stops[gang_of(replica.id)] = evidence

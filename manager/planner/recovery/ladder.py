@@ -219,13 +219,20 @@ def can_degrade(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
 
     Of the rollouts of all pools and the guests, one gang must remain.
     """
-    without = {gang_of(failed.id), *dropped}
     role = None if failed.role == GUEST_ROLE else state.job.role(failed.role)
-    members = [one for one in substitute_replicas(state, failed.role) if gang_of(one.id) not in without]
-    retired = {gang_of(member.id) for member in members if member.status is Status.RETIRED}
-    remaining = {gang_of(member.id): member.role for member in members if gang_of(member.id) not in retired}
+    remaining = remaining_gangs(state, failed, dropped)
     enough = role is None or sum(name == failed.role for name in remaining.values()) >= role.min_replicas
     return enough and (bool(remaining) or (role is not None and role.kind != "rollout"))
+
+
+def remaining_gangs(state: State, failed: Replica, dropped: set[ReplicaId]) -> dict[ReplicaId, str]:
+    """Return the other gangs of the role, and of its substitutes, that may still work, each with its role.
+
+    These are the gangs that are neither retired nor in ``dropped``.
+    """
+    members = substitute_replicas(state, failed.role)
+    gone = {gang_of(failed.id), *dropped, *(gang_of(one.id) for one in members if one.status is Status.RETIRED)}
+    return {gang_of(member.id): member.role for member in members if gang_of(member.id) not in gone}
 
 
 def full_restarts_exhausted(state: State, failed: Replica, now: float) -> str:

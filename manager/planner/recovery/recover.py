@@ -40,11 +40,12 @@ from .ladder import (
     full_restarts_exhausted,
     ladder_of,
     lower_rungs,
+    remaining_gangs,
     severity,
 )
 from .node_exclusion import DeferredExclusion, exclusions, limit_exclusions
 from .rejection import command_missing, invalid_config, never_joined, no_fit_node, rejected, role_exhausted
-from .repeated_end import failed_by_code, others_may_work, repeated_clean_exit, repeated_exception, unrepairable
+from .repeated_end import failed_by_code, repeated_clean_exit, repeated_exception, unrepairable
 from .software_fault import suggests_software_fault
 
 _Members = Sequence[Replica]
@@ -356,7 +357,7 @@ def _fail_or_degrade(case: FailureCase, evidence: tuple[str, ...], shown: str, n
     ``shown`` is the text about the failure that users see; ``needed`` is what a restart would have needed.
     """
     state, failed = case.state, case.failed
-    if can_degrade(state, failed, case.dropped) and others_may_work(state, failed, case.dropped):
+    if can_degrade(state, failed, case.dropped) and remaining_gangs(state, failed, case.dropped):
         return _retire(case, evidence, needed)
     return failed_by_code(state, evidence, shown, needed)
 

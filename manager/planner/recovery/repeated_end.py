@@ -23,7 +23,7 @@ matter: a program whose loop ends after three steps makes some progress in each 
 
 from __future__ import annotations
 
-from ....core.types import GUEST_ROLE, Outcome, RaisedException, ReplicaId, gang_of
+from ....core.types import GUEST_ROLE, Outcome, RaisedException
 from ...model.actions import Finish, Rung, Why, every_lower
 from ...model.queries import (
     finding_about,
@@ -34,9 +34,8 @@ from ...model.queries import (
     node_finding,
     returned_early,
     starts_ended_by,
-    substitute_replicas,
 )
-from ...model.state import Replica, State, Status
+from ...model.state import Replica, State
 
 
 def starts_with_same_exception(state: State, failed: Replica) -> int:
@@ -104,17 +103,6 @@ def failed_by_code(state: State, evidence: tuple[str, ...], shown: str, needed: 
     """
     evidence = (*evidence, f"rrl logs {state.run} --failed shows {shown}")
     return Finish(Outcome.FAILED, Why(evidence, Rung.GIVE_UP, "everything is released", lower=every_lower(needed)))
-
-
-def others_may_work(state: State, failed: Replica, dropped: set[ReplicaId]) -> bool:
-    """Return whether another gang of the role, or of another rollout pool, may still work.
-
-    It may if it is neither retired nor in ``dropped``.
-    """
-    replicas = substitute_replicas(state, failed.role)
-    gone = {gang_of(failed.id), *dropped}
-    gone |= {gang_of(member.id) for member in replicas if member.status is Status.RETIRED}
-    return any(gang_of(member.id) not in gone for member in replicas)
 
 
 def _exception_of_code(state: State, failed: Replica) -> RaisedException | None:

@@ -57,7 +57,7 @@ class EpisodeRecords:
 
     def apply(self, record: EpisodeRecord, track: TrajectoryState) -> None:
         """Apply a record to its episode."""
-        episode = _episode(track)
+        episode = episode_of(track)
         match record:
             case AttemptStarted():
                 self._start(record, track.group, episode)
@@ -198,6 +198,7 @@ def _first(segments: Iterable[PackedSegment], length: int) -> Iterator[PackedSeg
             )
 
 
-def _episode(track: TrajectoryState) -> EpisodeState:
+def episode_of(track: TrajectoryState) -> EpisodeState:
+    """Return the episode of a trajectory that has one."""
     assert track.episode is not None
     return track.episode

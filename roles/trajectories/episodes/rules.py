@@ -22,6 +22,7 @@ from ....core.text import on_one_line
 from ....core.types import Incarnation, OutsideKind, OutsideWait
 from ....core.units import duration_text
 from ..dispatch.lease_table import Leases
+from ..durable.episode_records import episode_of
 from ..durable.groups import EpisodeState, Group, TrajectoryState, continued, is_foreign
 from ..durable.log import DurableState
 from ..durable.records import AttemptFailed, AttemptStarted, CallBlamed, DropCause, EpisodeFinished, ScoresRecorded
@@ -187,18 +188,18 @@ class Episodes:
         """Build leases and queue from the state; in a job without agents, drop the groups that need agents."""
         for answer in self._state.evaluations.answers.values():
             if answer.episode is not None:
-                self._resume(answer.episode, _episode(answer.episode))
+                self._resume(answer.episode, episode_of(answer.episode))
         for group in [group for group in self._state.groups.values() if group.has_episodes]:
             if not self._has_agents and group.unscored:
                 self._rules.drop(group, NO_AGENTS, DropCause.OTHER)
                 continue
             self._queue(group)
             for track in group.trajectories:
-                self._resume(track, _episode(track))
+                self._resume(track, episode_of(track))
 
     def _queue(self, group: Group) -> None:
         for track in group.trajectories:
-            if _episode(track).holder is None:
+            if episode_of(track).holder is None:
                 heappush(self._heap, (self._staleness.begun_with(group), track.id))
 
     def _resume(self, track: TrajectoryState, episode: EpisodeState) -> None:
@@ -210,7 +211,7 @@ class Episodes:
             self._assign(track, episode.holder)
 
     def _assign(self, track: TrajectoryState, holder: Incarnation) -> None:
-        episode = _episode(track)
+        episode = episode_of(track)
         if episode.request is None:
             self._leases.assign(track.id, holder)
         else:
@@ -220,7 +221,7 @@ class Episodes:
     def _release(self, track: TrajectoryState) -> None:
         self._leases.release(track.id)
         self._calls.pop(track.id, None)
-        if (request := _episode(track).request) is not None:
+        if (request := episode_of(track).request) is not None:
             self._requests.pop(request, None)
 
     def release_departed(self, current: frozenset[Incarnation]) -> None:
@@ -237,7 +238,7 @@ class Episodes:
                 self._rules.drop(track.group, REPLICA_ENDED, DropCause.FAILED)
             else:
                 replay = self._settings.on_death == "replay"
-                self._end_attempt(track, REPLICA_ENDED, _episode(track).failures, replay=replay)
+                self._end_attempt(track, REPLICA_ENDED, episode_of(track).failures, replay=replay)
 
     def _blame(self, current: frozenset[Incarnation]) -> dict[int, tuple[int, str]]:
         """Find the calls right after which more than one process has ended.
@@ -255,7 +256,7 @@ class Episodes:
                 continue
             del self._calls[number]
             track = self._state.trajectories[number]
-            episode, created, counts = _episode(track), track.group.created, track.group.blamed
+            episode, created, counts = episode_of(track), track.group.created, track.group.blamed
             opened = [turn for turn in episode.made if turn.turn and turn.turn.request.startswith(f"{call}/")]
             if opened and (episode.request is not None or not all(turn.finished for turn in opened)):
                 continue
@@ -284,7 +285,7 @@ class Episodes:
                 return self._open(request)
             case OpenTurn(_, episode, attempt):
                 current = self._current(episode, attempt)
-                return current if isinstance(current, Denied) else self._turns.open(request, _episode(current))
+                return current if isinstance(current, Denied) else self._turns.open(request, episode_of(current))
             case EndTurn():
                 return self._turns.end(request)
             case MarkUnused():
@@ -362,7 +363,7 @@ class Episodes:
         while self._heap:
             begun, number = self._heap[0]
             track = self._state.trajectories.get(number)
-            if track is None or _episode(track).holder is not None:
+            if track is None or episode_of(track).holder is not None:
                 heappop(self._heap)
             elif begun == (now := self._staleness.begun_with(track.group)):
                 return track
@@ -371,7 +372,7 @@ class Episodes:
         return None
 
     def _start(self, track: TrajectoryState, incarnation: Incarnation, weights: int, request: str | None) -> None:
-        self._durable.write(AttemptStarted(track.id, _episode(track).attempt + 1, incarnation, weights, request))
+        self._durable.write(AttemptStarted(track.id, episode_of(track).attempt + 1, incarnation, weights, request))
         self._assign(track, incarnation)
         before = self._staleness.begun_with(track.group)
         self._work.mark_begun(track.group, weights)
@@ -380,7 +381,7 @@ class Episodes:
 
     def _item(self, track: TrajectoryState) -> EpisodeItem:
         created = track.group.created
-        return EpisodeItem(track.id, created.group, created.item, _episode(track).attempt, track.group.is_evaluated)
+        return EpisodeItem(track.id, created.group, created.item, episode_of(track).attempt, track.group.is_evaluated)
 
     def _end_attempt(self, track: TrajectoryState, reason: str, failures: int, *, replay: bool = False) -> None:
         """End an attempt without a result, so that a replica may begin the next attempt.
@@ -388,7 +389,7 @@ class Episodes:
         With ``replay``, rollouts continue to extend the turns of the attempt, so that the next attempt can take the
         turns over.
         """
-        episode = _episode(track)
+        episode = episode_of(track)
         if not replay:
             self._work.withdraw(list(episode.turns.values()))
         self._release(track)
@@ -412,7 +413,7 @@ class Episodes:
 
     def _count_failure(self, track: TrajectoryState, why: str, failures: int = 0) -> None:
         """End an attempt as failed. ``failures`` is how often its item has failed, if that is more often."""
-        failures, reason = max(_episode(track).failures + 1, failures), on_one_line(why)[:_MAX_REASON_CHARS]
+        failures, reason = max(episode_of(track).failures + 1, failures), on_one_line(why)[:_MAX_REASON_CHARS]
         if failures > self._settings.retries:
             self._rules.drop(track.group, reason, DropCause.FAILED)
         else:
@@ -428,7 +429,7 @@ class Episodes:
             return current
         if reward is not None and not math.isfinite(reward):
             return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
-        episode = _episode(current)
+        episode = episode_of(current)
         complete = [turn for turn in episode.made if turn.finished]
         used = continued(episode.made, episode.turns)
         unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
@@ -506,7 +507,7 @@ class Episodes:
     # ── who holds an episode ───────────────────────────────────────────────────────────────────────────────────────
     def held_outside(self, track: TrajectoryState, now: float) -> OutsideWait | None:
         """Return what an episode lacks from outside of the run; None if processes of the run can continue it now."""
-        episode, left = _episode(track), self._limits.seconds_left(now)
+        episode, left = episode_of(track), self._limits.seconds_left(now)
         if track.finished:
             kind, limit_s = OutsideKind.REWARD, self._settings.reward_timeout
             if not episode.awaits_reward or track.score is not None:
@@ -527,7 +528,7 @@ class Episodes:
 
     def holders(self, track: TrajectoryState) -> list[Incarnation | None]:
         """Return who continues an episode that is not finished; None stands for work that no replica has taken."""
-        episode = _episode(track)
+        episode = episode_of(track)
         turns = [self._work.leases.holder(turn.id) for turn in episode.made if not turn.finished]
         return turns or [None] if episode.request is not None else [*turns, episode.holder]
 
@@ -541,16 +542,11 @@ class Episodes:
         """Fail the attempts of outside agents that take too long, and drop groups whose rewards do not come in time."""
         for number, attempt in self._limits.expired(now):
             track = self._state.trajectories.get(number)
-            if track is None or _episode(track).attempt != attempt:
+            if track is None or episode_of(track).attempt != attempt:
                 continue
-            episode = _episode(track)
+            episode = episode_of(track)
             if not track.finished and episode.request is not None:
                 self._count_failure(track, f"the agent did not finish within {duration_text(self._settings.timeout)}")
             elif track.finished and episode.awaits_reward and track.score is None:
                 text = f"no reward within {duration_text(self._settings.reward_timeout)}"
                 self._rules.drop(track.group, text, DropCause.UNSCORED)
-
-
-def _episode(track: TrajectoryState) -> EpisodeState:
-    assert track.episode is not None
-    return track.episode

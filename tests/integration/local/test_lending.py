@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rrl.manager.model.state import Status
 from rrl.manager.storage.lease import holder
 from rrl.tests.support import fake_gpu
 from rrl.tests.support.lending import LendingRun
+from rrl.tests.support.queue_cluster import Queue, end_allocation, submit_to
 from rrl.tests.support.runs import all_work
 from rrl.tests.support.standbys import adoptions, standbys
 
@@ -37,6 +39,7 @@ task = { function = "uneven_task:make" }
 """
 
 
+@pytest.mark.long  # a guest is killed below, and tests/unit/roles/lending has one that does not hand back
 def test_guests_that_are_killed_or_stopped_cost_the_trainer_nothing(tmp_path: Path) -> None:
     with LendingRun(tmp_path, ENDLESS) as run:
         node = run.wait_awake()
@@ -54,11 +57,15 @@ def test_guests_that_are_killed_or_stopped_cost_the_trainer_nothing(tmp_path: Pa
         assert run.continued_by_others(killed.incarnation), "no other engine went on with the dead guest's tokens"
 
 
-def test_one_node_trains_and_generates_in_turns_and_is_evaluated(tmp_path: Path) -> None:
+def test_one_node_trains_and_generates_in_turns_and_is_evaluated_though_its_guest_is_killed(tmp_path: Path) -> None:
     """Without other rollouts, an evaluation in the middle or at the end must not leave everybody waiting."""
     with LendingRun(tmp_path, 4, rollouts=0, ranks=1, extra=EVAL) as run:
+        killed = run.guest(run.wait_awake())
+        run.kill(killed)
         state = run.finish()
         assert state.replica(TRAINER).incarnation_number == 1
+        assert state.replica(killed.id).incarnation_number == 2
+        assert run.continued_by_others(killed.incarnation), "nobody went on with the dead guest's tokens"
         recorded = [one.event.step for one in run.test.events() if isinstance(one.event, ev.Evaluated)]
         assert recorded == [0, 2, 4]
         assert all(commit.metrics["lent_s"] > 0 for commit in run.commits())
@@ -138,6 +145,23 @@ def test_lost_node_takes_its_guest_with_it_and_the_others_sleep(tmp_path: Path) 
         assert moved not in (None, lost)
         run.wait_event("build", by=f"guest/{moved}", since=since)
         run.wait(lambda state: state.replicas[guest_id(lost)].status is Status.RETIRED)
+        run.cancel()
+
+
+@pytest.mark.long
+def test_allocation_at_its_walltime_or_preempted_takes_its_guests_with_it(tmp_path: Path) -> None:
+    """The whole run moves to another allocation while guests are awake, and the trainer lends there again."""
+    with LendingRun(tmp_path, ENDLESS, partial(submit_to, Queue("pool"))) as run:
+        for preempts in (False, True):
+            run.wait_awake(since=time.time())
+            number, left = run.trainer_incarnations(), run.member(0).allocation
+            assert left is not None
+            end_allocation(run.test.run, left, 5.0 if preempts else 500.0, preempts=preempts)
+            state = run.wait(lambda state, left=left: left not in state.allocations and all_work(state))  # type: ignore[misc]
+            assert state.replica(TRAINER).incarnation_number == number + 1
+            awake = run.wait_awake(since=time.time())
+            assert awake in {run.member(rank).node for rank in range(2)}
+        assert not [one for one in run.test.state().workers if one.failures], "an announced end counts as a failure"
         run.cancel()
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from rrl.core.types import Outcome, ReplicaId
 from rrl.manager.model.pools import spent_node_s
@@ -68,6 +69,7 @@ def test_a_run_whose_only_pool_cannot_start_is_rejected(tmp_path: Path) -> None:
     run.wait_gone()
 
 
+@pytest.mark.long  # lasts a minute, the shortest walltime; tests/unit/manager/planner/capacity has its plan
 def test_a_budget_that_ends_in_the_middle_of_a_step_costs_no_token_and_is_kept_by_a_resume(tmp_path: Path) -> None:
     run = submit_here(tmp_path, _job(100_000, _elastic()))
     run.wait_steps(1)

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from rrl.cluster.base import AllocationRequest, AllocationState, AllocationStatus, RejectReason
 from rrl.core.launch import ExitReason
 from rrl.core.phases import ASLEEP, STANDBY
@@ -71,6 +73,8 @@ A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
 """Number of plans in a row that are not empty, after which the test fails because the planner does not settle."""
+GRACE_S = 30.0
+"""Seconds between the announcement of a preemption and the end of the allocation."""
 _SUPPORT_PHASE = {STANDBY_ROLE: STANDBY, GUEST_ROLE: ASLEEP}
 
 
@@ -600,3 +604,23 @@ def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> Non
 def at_step(world: World, step: int) -> World:
     world.commit(step)
     return world
+
+
+def with_status(world: World, tag: str, **changes: object) -> None:
+    """Let the cluster report a changed status of the allocation, without any effect on its processes."""
+    status = world.state.allocations[tag].status
+    assert status is not None
+    world.happen(ev.AllocationChanged(tag, replace(status, **changes)))
+
+
+def preempt(world: World, tag: str) -> None:
+    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows the end."""
+    nodes = world.held[tag]
+    for step, (incarnation, node) in list(world.steps.items()):
+        if node in nodes:
+            del world.steps[step]
+            world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
+    with_status(world, tag, time_left_s=GRACE_S, reclaimed=True)
+    world.play(timeout_s=GRACE_S)
+    if tag in world.state.allocations:
+        world.drop(tag, AllocationState.ENDED)

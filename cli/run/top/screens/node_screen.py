@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.events import ScreenResume
-from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from .....core.run_dir import RunDir
 from .....core.types import NodeName
-from .....manager.model.state import State
 from ....common.output import Escaped
-from ..changes import CHANGES, ChangeKeys, ChangeRequested, drain_of, is_possible
+from ..changes import CHANGES, is_possible
 from ..details import missing_view, node_view
-from ..run_feed import OpenedRun, RunFeed, Snapshot
+from ..run_feed import RunFeed, Snapshot
 from .explanation_screen import ExplanationScreen
 from .fault_screen import FaultScreen
+from .opened_screen import OpenedScreen
 
 
-class NodeScreen(Screen[None]):
+class NodeScreen(OpenedScreen):
     """A node of a run.
 
     Args:
@@ -40,10 +37,8 @@ class NodeScreen(Screen[None]):
     ]
 
     def __init__(self, feed: RunFeed, run: RunDir, node: NodeName) -> None:
-        super().__init__()
-        self._feed, self._run_dir, self._node = feed, run, node
-        self._opened: OpenedRun | None = None
-        self._keys = ChangeKeys(self)
+        super().__init__(feed, run)
+        self._shown = node
 
     def compose(self) -> ComposeResult:
         """Create the view and the footer."""
@@ -56,11 +51,6 @@ class NodeScreen(Screen[None]):
         self._feed.changed.subscribe(self, self._show)
         self.query_one("#page").focus()
 
-    @on(ScreenResume)
-    def _resumed(self) -> None:
-        if self._feed.snapshot is not None:
-            self._show(self._feed.snapshot)
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now."""
         state = self._state
@@ -72,19 +62,14 @@ class NodeScreen(Screen[None]):
         """Explain the decisions about the node."""
         self.app.push_screen(ExplanationScreen(self._run_dir, self._node))
 
-    def action_drain(self) -> None:
-        """Ask whether to drain the node."""
-        if self._opened is not None and self._state is not None:
-            self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
-
     def action_inject(self) -> None:
         """Let the user describe a fault of the node."""
         if self._opened is not None and self._state is not None:
             self.app.push_screen(FaultScreen(self._opened.watched, self._state, self._node))
 
     @property
-    def _state(self) -> State | None:
-        return None if self._opened is None else self._opened.watched.state
+    def _node(self) -> NodeName:
+        return self._shown
 
     def _show(self, snapshot: Snapshot) -> None:
         if not self.is_current or snapshot.opened is None:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.events import ScreenResume
-from textual.screen import Screen
 from textual.widgets import Footer, RichLog, Static
 from textual.worker import get_current_worker
 
@@ -22,15 +20,15 @@ from .....api.logs.merge import Line
 from .....core.run_dir import RunDir
 from .....core.text import escaped
 from .....core.types import NodeName, OperationFailed, ReplicaId, UsageError, gang_of
-from .....manager.model.state import State
 from ....common.output import Escaped
 from ....logs.printer import Printer
 from ....views.status import failures_now
-from ..changes import ChangeKeys, ChangeRequested, drain_of, is_possible, restart_of
+from ..changes import ChangeRequested, is_possible, restart_of
 from ..details import missing_view, replica_view
-from ..run_feed import OpenedRun, RunFeed, Snapshot
+from ..run_feed import RunFeed, Snapshot
 from .explanation_screen import ExplanationScreen
 from .fault_screen import FaultScreen
+from .opened_screen import OpenedScreen
 
 FIRST_LINES = 200
 """Number of the newest lines of each log that are shown at first."""
@@ -86,7 +84,7 @@ def _text(printer: Printer, log: Log, line: Line) -> Text:
     return Text.assemble((at, "bright_black"), (f"{log.label} ", "cyan"), text.replace("\t", "    "))
 
 
-class ReplicaScreen(Screen[None]):
+class ReplicaScreen(OpenedScreen):
     """A replica of a run.
 
     Args:
@@ -104,10 +102,8 @@ class ReplicaScreen(Screen[None]):
     ]
 
     def __init__(self, feed: RunFeed, run: RunDir, replica: ReplicaId) -> None:
-        super().__init__()
-        self._feed, self._run_dir, self._replica = feed, run, replica
-        self._opened: OpenedRun | None = None
-        self._keys = ChangeKeys(self)
+        super().__init__(feed, run)
+        self._replica = replica
 
     def compose(self) -> ComposeResult:
         """Create the view, the log and the footer."""
@@ -120,11 +116,6 @@ class ReplicaScreen(Screen[None]):
         """Show the replica after each reading."""
         self._feed.changed.subscribe(self, self._show)
         self.query_one(LogTail).focus()
-
-    @on(ScreenResume)
-    def _resumed(self) -> None:
-        if self._feed.snapshot is not None:
-            self._show(self._feed.snapshot)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is possible now."""
@@ -139,19 +130,10 @@ class ReplicaScreen(Screen[None]):
         if self._opened is not None and self._state is not None:
             self.post_message(ChangeRequested(restart_of(self._opened.watched, self._state, self._replica)))
 
-    def action_drain(self) -> None:
-        """Ask whether to drain the node of the replica."""
-        if self._opened is not None and self._state is not None and self._node is not None:
-            self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
-
     def action_inject(self) -> None:
         """Let the user describe a fault of the replica."""
         if self._opened is not None and self._state is not None:
             self.app.push_screen(FaultScreen(self._opened.watched, self._state, self._replica))
-
-    @property
-    def _state(self) -> State | None:
-        return None if self._opened is None else self._opened.watched.state
 
     @property
     def _node(self) -> NodeName | None:

@@ -11,26 +11,25 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.events import ScreenResume
-from textual.screen import Screen
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
-from .....core.run_dir import RunDir
 from .....core.types import NodeName, ReplicaId, gang_of
 from .....manager.model.state import State
 from ....common.output import Escaped
 from ....views.replicas import REPLICA_COLUMNS
 from ....views.status import facts_view, failures_now, known_until, troubles_view
-from ..changes import CHANGES, ChangeKeys, ChangeRequested, drain_of, is_possible, restart_of
+from ..changes import CHANGES, ChangeRequested, is_possible, restart_of
 from ..details import NODE_COLUMNS, node_rows, replica_rows
-from ..run_feed import OpenedRun, RunFeed, Snapshot
+from ..run_feed import OpenedRun, Snapshot
 from ..widgets.list_table import ListTable
 from .explanation_screen import ExplanationScreen
 from .fault_screen import FaultScreen
 from .node_screen import NodeScreen
+from .opened_screen import OpenedScreen
 from .replica_screen import ReplicaScreen
 
 
-class RunScreen(Screen[None]):
+class RunScreen(OpenedScreen):
     """A run. The keys act on the replica or node that has the cursor.
 
     Args:
@@ -47,13 +46,6 @@ class RunScreen(Screen[None]):
         Binding("d", "drain", "Drain", tooltip="Drain the node under the cursor, or the replica's node"),
         Binding("i", "inject", "Inject", tooltip="Inject a fault, if the job allows it"),
     ]
-
-    def __init__(self, feed: RunFeed, run: RunDir) -> None:
-        super().__init__()
-        self._feed, self._run_dir = feed, run
-        self._opened: OpenedRun | None = None
-        """The newest reading of the run; None before the first reading."""
-        self._keys = ChangeKeys(self)
 
     def compose(self) -> ComposeResult:
         """Create the view of the run, the two tables and the footer."""
@@ -73,10 +65,8 @@ class RunScreen(Screen[None]):
         self._table.focus_table()
 
     @on(ScreenResume)
-    def _resumed(self) -> None:
+    def _open_run(self) -> None:  # before the newest reading is shown
         self._feed.open(self._run_dir)
-        if self._feed.snapshot is not None:
-            self._show(self._feed.snapshot)
 
     @on(TabbedContent.TabActivated)
     def _table_chosen(self) -> None:
@@ -119,11 +109,6 @@ class RunScreen(Screen[None]):
         if self._opened is not None and self._state is not None and self._replica is not None:
             self.post_message(ChangeRequested(restart_of(self._opened.watched, self._state, self._replica)))
 
-    def action_drain(self) -> None:
-        """Ask whether to drain the node under the cursor, or the node of the replica under the cursor."""
-        if self._opened is not None and self._state is not None and self._node is not None:
-            self.post_message(ChangeRequested(drain_of(self._opened.watched, self._state, self._node)))
-
     def action_inject(self) -> None:
         """Let the user describe a fault for the replica or node that has the cursor."""
         if self._opened is not None and self._state is not None:
@@ -131,10 +116,6 @@ class RunScreen(Screen[None]):
             self.app.push_screen(FaultScreen(self._opened.watched, self._state, target))
 
     # ── what the cursor is on ──────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def _state(self) -> State | None:
-        return None if self._opened is None else self._opened.watched.state
-
     @property
     def _table(self) -> ListTable:
         active = self.query_one(TabbedContent).active or "replicas"

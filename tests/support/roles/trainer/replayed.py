@@ -56,17 +56,24 @@ class KeptLogs:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._keep()
+        keep_logs(self._run, self.folder)
 
     def _keep_all(self) -> None:
         while not self._over.wait(0.2):
-            self._keep()
+            keep_logs(self._run, self.folder)
 
-    def _keep(self) -> None:
-        for path in self._run.store.glob("log.*[0-9]"):
-            kept = self.folder / path.name
-            if not kept.exists() and path.stat().st_size:  # an empty file only claims the name of a log
-                os.link(path, kept)
+
+def keep_logs(run: RunDir, folder: Path) -> None:
+    """Keep the current files of a run's log by hard links, so that they remain when the store replaces them."""
+    for path in run.store.glob("log.*[0-9]"):
+        kept = folder / path.name
+        if not kept.exists() and path.stat().st_size:  # an empty file only claims the name of a log
+            os.link(path, kept)
+
+
+def in_order(logs: Path) -> list[Path]:
+    """Return the files of a log, oldest first."""
+    return sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2]))
 
 
 def trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int], Part], StepCommitted]:
@@ -77,7 +84,7 @@ def trained_parts(logs: Path, max_new_tokens: int) -> tuple[dict[tuple[int, int]
     """
     parts: dict[tuple[int, int], Part] = {}
     commit: StepCommitted | None = None
-    for path in sorted(logs.iterdir(), key=lambda path: int(path.name.partition(".")[2])):
+    for path in in_order(logs):
         state = State(_ALL_STEPS, max_new_tokens)
         for record in map(decode, read_frames(path)):
             state.apply(record)

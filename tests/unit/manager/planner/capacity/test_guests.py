@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from rrl.cluster.base import AllocationState, AllocationStatus
+from rrl.cluster.base import AllocationState
 from rrl.core.run_spec import Recovery, RunSpec
 from rrl.core.types import GUEST_ROLE, NodeName, Outcome, RaisedException, ReplicaId, guest_id, member_id, replica_id
 from rrl.manager.model import events as ev
@@ -16,8 +16,8 @@ from rrl.manager.peer_directory import build_directory
 from rrl.manager.planner.capacity.nodes import NodeInventory
 from rrl.manager.planner.capacity.warm_pool import release_deadline
 from rrl.manager.reporting.decisions.explanations import explain
-from rrl.tests.support.manager.jobs import TRAINER, gang_job, with_guests
-from rrl.tests.support.manager.world import World, at_step, fences, found
+from rrl.tests.support.manager.jobs import TRAINER, gang_job, in_node_groups, with_guests
+from rrl.tests.support.manager.world import GRACE_S, World, at_step, fences, found, preempt, with_status
 
 M0, M1 = (member_id(TRAINER, rank) for rank in range(2))
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))
@@ -27,6 +27,7 @@ G2, G3, G7 = guest_id(N2), guest_id(N3), guest_id(N7)
 BESIDE = with_guests(gang_job(2, 1))
 COLOCATED = with_guests(gang_job(2, 1, rollouts=0, min_rollouts=0, spares=0))
 TYPE_ERROR = RaisedException("TypeError", "no engine", "engine.py:3", "type-1")
+HOUR = 3600.0
 CROWDED = RaisedException("torch.OutOfMemoryError", "CUDA out of memory", "learner.py:9", "oom", environmental=True)
 
 
@@ -36,9 +37,25 @@ def guests(world: World) -> dict[ReplicaId, NodeName]:
     return {one.id: one.node for one in at_work if one.node is not None}
 
 
+def in_own_allocation(walltime: float) -> RunSpec:
+    """Return a job with guests whose trainer of two ranks has an allocation of its own, of this walltime (s)."""
+    job = with_guests(in_node_groups(terms={"trainer": walltime}))
+    roles = tuple(replace(one, ranks=2, per_node=1) if one.name == "trainer" else one for one in job.roles)
+    groups = tuple(replace(one, nodes=2, min_nodes=2) if one.name == "trainer" else one for one in job.node_groups)
+    return replace(job, roles=roles, node_groups=groups)
+
+
 def of_guests(world: World) -> list[tuple[str, Rung]]:
     decided = (fence for fence in world.decided(Fence) if fence.incarnation.replica.startswith(GUEST_ROLE))
     return [(str(fence.incarnation), fence.rung) for fence in decided]
+
+
+def _ends(event: ev.Event, guest: ReplicaId) -> bool:
+    """Return whether the guest ends, or its stop is asked for."""
+    if isinstance(event, ev.StepEnded):
+        return event.incarnation.replica == guest
+    action = event.action if isinstance(event, ev.Intended | ev.Decided) else None
+    return isinstance(action, Fence | StopStep) and action.incarnation.replica == guest
 
 
 def resumed(world: World, job: RunSpec) -> World:
@@ -131,23 +148,41 @@ def test_guest_is_stopped_without_grace_before_its_node_is_given_to_another_role
     assert guests(world) == {guest_id(N4): N4, G3: N3}
 
 
-@pytest.mark.parametrize("how", ["drained", "reclaimed"])
-def test_guests_are_stopped_without_grace_before_the_trainer_moves(how: str) -> None:
-    world = with_them()
-    node, begun = world.node_of(M1), len(world.actions)
+@pytest.mark.parametrize("how", ["drained", "preempted", "reclaimed", "ended", "rotated"])
+def test_guests_end_with_the_trainers_nodes_and_the_trainer_goes_on_elsewhere_with_guests(how: str) -> None:
+    world = World(in_own_allocation(2 * HOUR), nodes=12).steady().wait(10.0)
+    world.commit(1)
+    before, tag, begun = set(guests(world).values()), world.state.replica(M1).allocation or "", len(world.events)
+    others = world.incarnations()
+    assert before == {world.node_of(M0), world.node_of(M1)}
     if how == "drained":
-        world.happen(ev.CommandReceived("drain", "me", "c1", target=node))
-    else:
-        (tag,) = world.state.allocations
-        world.happen(ev.AllocationChanged(tag, AllocationStatus(AllocationState.ENDED, "7", (), "PREEMPTED")))
-        world.arrive(9)
-    world.play(lambda: world.state.replica(M1).incarnation_number == 2).steady().wait(30.0)
-    done = world.actions[begun:]
-    moved = next(i for i, one in enumerate(done) if isinstance(one, Launch) and one.incarnation.replica == M1)
-    ended = [one.incarnation.replica for one in done[:moved] if isinstance(one, Fence | StopStep)]
-    assert guest_id(node) in ended, "its node is no longer used"
-    assert guests(world) == {guest_id(one): one for one in (world.node_of(M0), world.node_of(M1))}
-    assert node not in guests(world).values()
+        world.happen(ev.CommandReceived("drain", "me", "c1", target=world.node_of(M1)))
+    elif how == "preempted":
+        with_status(world, tag, time_left_s=GRACE_S, reclaimed=True)  # all processes are still there
+    elif how == "reclaimed":
+        preempt(world, tag)
+    elif how == "ended":
+        world.drop(tag, AllocationState.ENDED)
+    world.play(lambda: world.state.replica(M1).incarnation_number == 2, timeout_s=3 * HOUR).steady().wait(30.0)
+    moved = {world.node_of(M0), world.node_of(M1)}
+    assert set(guests(world).values()) == moved
+    left = before - moved
+    assert left
+
+    done = [one.event for one in world.events[begun:]]
+    launched = [
+        (number, one.action)
+        for number, one in enumerate(done)
+        if isinstance(one, ev.Intended) and isinstance(one.action, Launch)
+    ]
+    assert not left & {one.node for _, one in launched}, "something is launched on a node that is left"
+    moves = min(number for number, one in launched if one.incarnation.replica in (M0, M1))
+    for node in left:
+        assert any(_ends(one, guest_id(node)) for one in done[:moves])
+        assert {stop.grace for stop in world.decided(StopStep) if stop.incarnation.replica == guest_id(node)} <= {0.0}
+    assert not [step for step, (_, node) in world.steps.items() if node in left]
+    assert world.incarnations() == others | {M0: 2, M1: 2}
+    assert world.state.recoveries == (how == "ended")  # the others are announced, and no failures
 
 
 def test_trainer_waits_for_a_fenced_guest_that_still_holds_its_gpus() -> None:
@@ -273,7 +308,7 @@ def test_invalid_config_of_an_essential_guest_rejects_the_run_at_once() -> None:
 
 def test_essential_guest_has_the_budget_of_rollouts_and_another_one_goes_on_without_it() -> None:
     budget = 3
-    world = with_them(msgspec.structs.replace(COLOCATED, recovery=Recovery(per_replica=budget)))
+    world = with_them(replace(COLOCATED, recovery=Recovery(per_replica=budget)))
     world.happen(ev.FirstWorkDone(world.state.replica(G2).incarnation))
     for _ in range(budget + 1):
         world.kill(G2)
@@ -347,7 +382,7 @@ def test_next_manager_also_goes_on_without_guests() -> None:
 
 
 def test_other_deaths_of_the_trainer_and_deaths_without_guests_withdraw_no_guests() -> None:
-    world = with_them(msgspec.structs.replace(BESIDE, recovery=Recovery(per_replica=9, full_restarts=0)))
+    world = with_them(replace(BESIDE, recovery=Recovery(per_replica=9, full_restarts=0)))
     dies(world, CROWDED)
     dies(world, TYPE_ERROR)
     world.wait(world.state.job.recovery.window)

@@ -14,33 +14,12 @@ from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, R
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.allocation_requests import MAX_REJECTIONS
 from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_node_groups, job
-from rrl.tests.support.manager.world import World, assert_nothing_is_left, requests
+from rrl.tests.support.manager.world import GRACE_S, World, assert_nothing_is_left, preempt, requests, with_status
 
 R0, R1 = ROLLOUTS
 FIRST, TRAIN = f"{RUN}.rollout-0", f"{RUN}.trainer-0"
 POOL = f"{RUN}.pool"
 HOUR = 3600.0
-GRACE = 30.0
-
-
-def with_status(world: World, tag: str, **changes: object) -> None:
-    """Let the cluster report a changed status of the allocation, without any effect on its processes."""
-    status = world.state.allocations[tag].status
-    assert status is not None
-    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(status, **changes)))
-
-
-def preempt(world: World, tag: str) -> None:
-    """Let Slurm reclaim the nodes: every step gets SIGTERM and exits, and the next poll shows the end."""
-    nodes = world.held[tag]
-    for step, (incarnation, node) in list(world.steps.items()):
-        if node in nodes:
-            del world.steps[step]
-            world.happen(ev.StepEnded(incarnation, step, 0, None, ExitReason.STOPPED))
-    with_status(world, tag, time_left_s=GRACE, reclaimed=True)
-    world.play(timeout_s=GRACE)
-    if tag in world.state.allocations:
-        world.drop(tag, AllocationState.ENDED)
 
 
 def fences(world: World) -> list[Fence]:
@@ -68,9 +47,9 @@ def test_replica_on_a_preempted_node_leaves_uncharged_and_gets_a_replacement() -
 
 def test_nothing_is_launched_on_reclaimed_nodes() -> None:
     world = World(in_node_groups()).steady()
-    with_status(world, FIRST, time_left_s=GRACE, reclaimed=True)
+    with_status(world, FIRST, time_left_s=GRACE_S, reclaimed=True)
     before = len(world.decided(Launch))
-    world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE)
+    world.play(lambda: FIRST not in world.state.allocations, timeout_s=GRACE_S)
     assert [launch.allocation for launch in world.decided(Launch)[before:]] == []
     assert [release.allocation for release in world.decided(Release)] == [FIRST], (
         "an allocation without replicas was not released before its end"
