@@ -15,7 +15,7 @@ Parts, each of which can be chosen by ``--part``:
   model that is already good at its task, of the worst of three seeds. ``path_learns`` (bar: at least 0.05): the same of
   SmolLM2 with the settings of its example, after 30 steps. ``quickstart_reward``: the mean reward of the quickstart's
   last ten of 300 steps.
-- ``samples``: ``samples_store_cpu_share`` (bar: 0.03): the share of the store's CPU time that samples of each step take.
+- ``samples``: ``samples_store_cpu_share`` (bar: 0.03): the share of the store's CPU that samples take.
 
 ``policy`` needs the model of ``make smollm2`` and vLLM for ``path_learns``. The last line is one JSON object
 (benchmarks/_provenance.py); a figure of a part that was not run is null.
