@@ -118,4 +118,4 @@ def _complete(folder: Path, toml: str) -> TestRun:
 
 def _evaluated(run: TestRun) -> list[float]:
     """Return the mean reward of each evaluation, the one before the first step included."""
-    return [each["reward"] for each in run.summary()["evaluations"]]
+    return [each["metrics"]["reward"] for each in run.summary()["evaluations"]]

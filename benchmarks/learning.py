@@ -17,6 +17,7 @@ Parts, each of which can be chosen by ``--part``:
   model that is already good at its task, of the worst of three seeds. ``path_learns`` (bar: at least 0.05): the same of
   SmolLM2 with the settings of its example, after 30 steps. ``quickstart_reward``: the mean reward of the quickstart's
   last ten of 300 steps.
+- ``samples``: ``samples_store_cpu_share`` (bar: 0.03): the share of the store's CPU that samples take.
 
 ``policy`` needs the model of ``make smollm2`` and vLLM for ``path_learns``. The last line is one JSON object
 (benchmarks/_provenance.py); a figure of a part that was not run is null.
@@ -39,6 +40,7 @@ PARTS: Mapping[str, str] = {
     "memory": "rrl.benchmarks._learning_memory",
     "adapter": "rrl.benchmarks._learning_adapter",
     "policy": "rrl.benchmarks._learning_policy",
+    "samples": "rrl.benchmarks._learning_samples",
 }
 """The module of each part. Its ``measure(folder)`` returns the figures, and the samples of those that have several."""
 BARS = {
@@ -53,6 +55,7 @@ BARS = {
     "good_stays_good": -0.03,
     "path_learns": 0.05,
     "quickstart_reward": None,
+    "samples_store_cpu_share": 0.03,
 }
 """The bar of each figure; None for a figure without one."""
 AT_LEAST = {"good_stays_good", "path_learns"}

@@ -73,18 +73,24 @@ def test_policy_learns_from_own_samples_that_are_two_versions_old() -> None:
     assert metrics[10]["drift"] > 1e-3  # later batches are not on policy, which the importance ratio shows
 
 
-def test_a_restored_learner_goes_on_bit_for_bit() -> None:
-    undisturbed = harness.learner(seed=1)
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [(grpo, {}), (gspo, {"schedule": "cosine", "warmup": 4, "weight_decay": 0.1, "truncated": "drop"})],
+)
+def test_a_restored_learner_goes_on_bit_for_bit(loss: Loss, changes: dict[str, Any]) -> None:
+    undisturbed = harness.learner(seed=1, **changes)
+    undisturbed._loss = loss
     undisturbed.warm_start([[_example(n) for n in range(8)]])
     batches = []
     for number in range(1, 4):
-        batches.append(_batch(number, undisturbed))
+        batches.append(_truncated(_batch(number, undisturbed), 5))
         harness.step(undisturbed, batches[-1])
     saved = harness.saved(undisturbed)
     batches += [_batch(number, undisturbed) for number in (4, 5)]
     expected = [harness.step(undisturbed, batch) for batch in batches[3:]]
 
-    restored = harness.learner(seed=2)
+    restored = harness.learner(seed=2, **changes)
+    restored._loss = loss
     harness.step(restored, batches[0])  # its optimizer now has a history, which the restore must replace
     harness.restore(restored, saved)
     assert restored.number == 3
