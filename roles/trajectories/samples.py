@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator, Sequence
 from heapq import nlargest, nsmallest
 from itertools import groupby
+from math import sqrt
 from pathlib import Path
 from random import Random
-from statistics import fmean, stdev
 
 from ...core.run_spec import RunSpec, TrainerSettings
 from ...core.samples_file import Sample, SampleRun, SamplesFile, StepSamples, files_in, frame, frames_in
@@ -76,6 +76,8 @@ class Samples:
 
         A failure is logged once, and costs only the samples: the run goes on without them.
         """
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, {}
         for step in sorted(step for step in waiting if step <= committed):
             with self._reported():
@@ -188,8 +190,11 @@ def _advantage(track: TrajectoryState, settings: TrainerSettings) -> float | Non
     own = rewards[counted.index(track)]
     if len(rewards) < 2:
         return 0.0
-    spread = stdev(rewards) + settings.advantage_floor if settings.advantage_std else 1.0
-    return (own - fmean(rewards)) / spread
+    mean = sum(rewards) / len(rewards)
+    if not settings.advantage_std:
+        return own - mean
+    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+    return (own - mean) / (sqrt(variance) + settings.advantage_floor)
 
 
 def _paths(track: TrajectoryState) -> Iterator[tuple[bytes, tuple[SampleRun, ...]]]:
