@@ -22,7 +22,7 @@ from ....core.text import escaped, plural, span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
-from ..samples import PageSamples, scores_of
+from ..sampled_answers import PageSamples, scores_of
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 

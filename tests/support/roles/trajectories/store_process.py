@@ -26,7 +26,7 @@ from rrl.core.types import Incarnation
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, LeaseEpisodes, OpenTurn, StoreRequest
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
-from rrl.roles.trajectories.samples import Samples
+from rrl.roles.trajectories.sample_writer import SampleWriter
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.types import GetPart, LeaseScoring, PackedPart, ToScore
 from rrl.tests.support.manager.jobs import job
@@ -133,7 +133,7 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: d
     if settings.pop("samples", False):
         made = job()
         roles = tuple(msgspec.structs.replace(role, built_in=True) for role in made.roles)
-        settings["samples"] = Samples(folder.parent / "samples", msgspec.structs.replace(made, roles=roles))
+        settings["samples"] = SampleWriter(folder.parent / "samples", msgspec.structs.replace(made, roles=roles))
     opened = open_agents_store if settings.pop("agents", False) else open_store
     if (reward_timeout := settings.pop("reward_timeout", None)) is not None:
         settings["episodes"] = EpisodeSettings(reward_timeout=reward_timeout)

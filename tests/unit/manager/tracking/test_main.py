@@ -20,12 +20,10 @@ import pytest
 
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import TrackSpec
-from rrl.core.sample_texts import shortened_lines
 from rrl.core.types import Outcome
 from rrl.manager.model import events as ev
 from rrl.manager.storage.journal import Journal
 from rrl.manager.tracking.main import FOLLOW, HIDDEN, HUNG_EXIT, LOCKED_EXIT, ONCE, UNTIL_END
-from rrl.manager.tracking.tensorboard import _described
 from rrl.manager.tracking.tracker_files import Progress, log_file, read_progress
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.listening_manager import wait_until
@@ -136,13 +134,6 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
     assert step == 10
     assert "answer" in table
     assert "10" in table
-
-
-def test_text_of_the_model_is_code_in_tensorboard() -> None:
-    answer = "1\n# title\n<script>alert(1)</script>\x1b[2J"
-    text = _described([3, 0, "", 0.5, None, False, 1, "a question", shortened_lines(answer)])
-    assert "\n    # title\n    <script>alert(1)</script>" in text
-    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.core.sample_texts import DecodedSample
+from rrl.core.sample_texts import DecodedSample, shortened_lines
 from rrl.core.types import Outcome
 from rrl.manager.reporting.step_metrics import StepRow
 from rrl.manager.tracking import main
 from rrl.manager.tracking.base import TrackedRun
 from rrl.manager.tracking.main import ONCE, TrackingProcess
+from rrl.manager.tracking.tensorboard import _described
 from rrl.manager.tracking.tracker_files import read_progress
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.trackers.sent_steps import write_samples
@@ -125,3 +126,10 @@ def test_steps_are_sent_without_samples_if_the_tokenizer_cannot_be_opened(
     TrackingProcess(run, "fake", ONCE, threading.Event()).run()
     assert server.steps == list(range(1, STEPS + 1))
     assert "no samples are sent of step 10: " in capsys.readouterr().err
+
+
+def test_text_of_the_model_is_code_in_tensorboard() -> None:
+    answer = "1\n# title\n<script>alert(1)</script>\x1b[2J"
+    text = _described([3, 0, "", 0.5, None, False, 1, "a question", shortened_lines(answer)])
+    assert "\n    # title\n    <script>alert(1)</script>" in text
+    assert "\x1b" not in text

@@ -1,7 +1,7 @@
 """Keep some trajectories of each committed step as files, for ``rrl samples``, reports and trackers.
 
-The store deletes the tokens of a step soon after its commit. :class:`Samples` writes those of the best, the worst and
-some random trajectories into the folder ``samples`` of the run (:mod:`rrl.core.samples_file`), once the commit is
+The store deletes the tokens of a step soon after its commit. :class:`SampleWriter` writes those of the best, the worst
+and some random trajectories into the folder ``samples`` of the run (:mod:`rrl.core.samples_file`), once the commit is
 durable. It writes packed tokens: text is decoded by whoever reads it, because the store has one thread. If the store
 dies in between, the next one writes the samples of the committed steps whose tokens it still has.
 """
@@ -37,7 +37,7 @@ _NEWEST_FILES = 3
 """Number of the newest files in which a new store looks for the samples of the steps whose tokens it has."""
 
 
-class Samples:
+class SampleWriter:
     """Writes the samples of committed steps.
 
     Args:
