@@ -51,8 +51,8 @@ def sent_tables(run: RunDir, tracker: str) -> list[tuple[int, str]]:
         found: list[tuple[int, str]] = []
         for path in sorted(folder.glob(LOG_FILES)):
             for step, values in history(path):
-                if isinstance(table := values.get(SAMPLES), dict):
-                    found.append((step, (path.parent / "files" / table["path"]).read_text()))
+                if (file := values.get(f"{SAMPLES}/path")) is not None:
+                    found.append((step, (path.parent / "files" / str(file)).read_text()))
         return found
     client, (run_id,) = mlflow_runs(folder)
     paths = [Path(one.path) for one in client.list_artifacts(run_id, SAMPLES)]
