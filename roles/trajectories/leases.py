@@ -20,6 +20,8 @@ from .durable.state import State
 from .steps.staleness import StalenessLimit
 from .types import Denied, NotReady
 
+MAX_LEASED_EXTRAS = 128 * 2**20
+"""Maximum bytes of the extras in an answer to a request for work, unless it has one trajectory: half a message."""
 LONG_PREFIX = 4096
 """Number of tokens before a turn above which a guest leaves the turn to another rollout with a free place: the guest
 would compute this prefix, and lose it when it hands the GPUs back."""
@@ -326,6 +328,22 @@ class WorkQueue:
             self.leases.release(track.id)
             if holder is not None:
                 self._engines.released(holder, (track.id,))
+
+    def within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
+        """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
+
+        Only the extras of the tokens that they have already can make a message too large.
+        """
+        left, count = MAX_LEASED_EXTRAS, 0
+        while count < len(tracks):
+            left -= sum(len(data) for segment in tracks[count].segments for _, _, data in segment.extras)
+            if left < 0 and count:
+                self.withdraw(tracks[count:])
+                for track in tracks[count:]:
+                    self.offer(track)
+                return tracks[:count]
+            count += 1
+        return tracks
 
     def hand_over(self, incarnation: Incarnation) -> None:
         """End all leases of a rollout that works on nothing until its next request, and offer its trajectories."""

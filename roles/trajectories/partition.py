@@ -1,6 +1,6 @@
 """How the ranks of a gang divide the trajectories of a part, computed from lengths that every rank knows.
 
-All functions are pure, so that the store and all ranks compute the same.
+The functions are pure, so that the store and all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .types import PackedPart, Share
+from ...core.types import Incarnation
+from .types import By, Denied, PackedPart, Share
 
 
 def partition(sizes: Sequence[int], world: int, first: int = 0) -> list[list[int]]:
@@ -62,6 +63,29 @@ def cut(part: PackedPart, share: Share | None) -> PackedPart:
     groups = {part.trajectories[index].group for index in mine}
     prompts = tuple(prompt if group in groups else b"" for group, prompt in zip(part.groups, part.prompts, strict=True))
     return msgspec.structs.replace(part, prompts=prompts, trajectories=trajectories)
+
+
+class Division:
+    """How the ranks of the newest incarnation of the trainer divide parts. It is known in memory only."""
+
+    def __init__(self) -> None:
+        self._made: tuple[int, int, By] = -1, 0, "group"
+        """The newest incarnation that has requested shares, and their ``world`` and ``by``."""
+
+    def check(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
+        """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""
+        if share is None:
+            return None
+        before, division = self._made, (incarnation.number, share.world, share.by)
+        if before[0] != incarnation.number:
+            self._made = before = division
+        if before == division:
+            return None
+        return Denied(
+            f"{incarnation} asks for a share of {share.world} by {share.by}, but another rank has asked for a share of"
+            f" {before[1]} by {before[2]}: all ranks must pass the same world and the same by",
+            wrong_argument=True,
+        )
 
 
 def micro_batches(sizes: Sequence[int], shares: Sequence[Sequence[int]], rank: int, at_most: int) -> list[range]:

@@ -20,7 +20,6 @@ from .durable.audit import Audit
 from .durable.groups import Group, TrajectoryState, as_item, as_to_score, cut_answers, new_segments
 from .durable.log import DurableState
 from .durable.records import (
-    NO_SIGNAL,
     DropCause,
     Fence,
     GroupDropped,
@@ -33,17 +32,16 @@ from .durable.records import (
 )
 from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
-from .partition import cut
+from .partition import Division, cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
 from .sample_writer import SampleWriter
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings
-from .steps.figures import has_signal, outcomes_of
+from .steps.figures import Refill, outcomes_of
 from .steps.forecast import Outlook, balance
 from .steps.staleness import StalenessLimit
 from .types import (
     Balance,
-    By,
     CommittedState,
     Denied,
     Done,
@@ -62,8 +60,6 @@ from .types import (
 )
 from .versions import VersionDirectory
 
-MAX_LEASED_EXTRAS = 128 * 2**20
-"""Maximum bytes of the extras in an answer to a request for work, unless it has one trajectory: half a message."""
 _CREATED_PER_REQUEST = 64
 """Maximum number of groups created per request for work: the store's only thread must make a prompt for each."""
 
@@ -146,14 +142,11 @@ class Store:
         self._max_new = max_new_tokens
         self._end_tokens = end_tokens
         self._per_batch = groups_per_batch
-        self._most_refilled = 0.0 if refill_limit is None else refill_limit * groups_per_batch
-        self._ignores_truncated = ignores_truncated
         self._prompts = ItemPrompts(next_prompt)
         self.newest_weights: int | None = None
         """Step of the newest weights that a rollout has reported to this process in a request for work."""
         self._membership = Membership()
-        self._division: tuple[int, int, By] = -1, 0, "group"
-        """The newest incarnation of the trainer that has requested shares, and their ``world`` and ``by``."""
+        self._division = Division()
         self._scorer_faults = ScorerFaults()
         self._versions = VersionDirectory()
         self._durable = DurableState(folder, compact_from, max_new_tokens, retained_commits)
@@ -163,6 +156,7 @@ class Store:
             self._durable, self._prompts, group_size, window * groups_per_batch if window > 1 else 1
         )
         self._staleness = StalenessLimit(self._state, staleness, groups_per_batch, wait_for_late)
+        self._refill = Refill(self._state, (refill_limit or 0.0) * groups_per_batch, ignores_truncated, self.drop)
         self._bindings = Bindings(
             self._durable,
             self._staleness,
@@ -182,8 +176,7 @@ class Store:
         self.episodes.rebuild()
         if samples is not None:  # the process before this one may have died between a commit and its samples
             samples.take(self._state, self._state.committed)
-        self._drop_untrainable()  # after a change of the limit, or after a crash between a binding and the drop
-        self._drop_without_signal(list(self._state.groups.values()))  # after a crash between a score and the drop
+        self._drop_untrainable()  # after a change of the limits, or after a crash just before a drop
 
     def _index(self) -> None:
         """Build the queues from the state: trajectories to extend, trajectories to score, complete groups to bind."""
@@ -302,28 +295,13 @@ class Store:
             leased = self._work.lease(incarnation, at_most - len(tracks), weights, now)
             tracks += leased
             shared = self._work.by_length or not leased
-        tracks = self._within_message(tracks)
+        if self._extras:
+            tracks = self._work.within_message(tracks)
         first = self._work.first()
         waits = self._may_begin_group if first is None else not self._staleness.allows(first.group, weights)
         outdated = not tracks and at_most > 0 and waits
         items = (self.evaluations.as_leased(as_item(track, self._max_new), track) for track in tracks)
         return Leased(tuple(items), outdated)
-
-    def _within_message(self, tracks: list[TrajectoryState]) -> list[TrajectoryState]:
-        """Return the first of the leased trajectories, as many as fit into a message; offer the others again.
-
-        Only the extras of the tokens that they have already can make a message too large.
-        """
-        left, count = MAX_LEASED_EXTRAS, 0
-        while self._extras and count < len(tracks):
-            left -= sum(len(data) for segment in tracks[count].segments for _, _, data in segment.extras)
-            if left < 0 and count:
-                self._work.withdraw(tracks[count:])
-                for track in tracks[count:]:
-                    self._work.offer(track)
-                return tracks[:count]
-            count += 1
-        return tracks
 
     def _create_groups(self, weights: int | None) -> None:
         """Create a group if no trajectory waits for a rollout and the limits allow it.
@@ -465,9 +443,7 @@ class Store:
         }
         if not all(tracks[trajectory].finished for trajectory in by_trajectory):
             return Denied("one of the scored trajectories is not finished")
-        if not all(
-            math.isfinite(one) for score in scores for one in (score.reward, score.training, *score.parts.values())
-        ):
+        if not all(score.is_finite for score in scores):
             return Denied("a score is not finite; report the trajectory as failed instead")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
@@ -495,7 +471,7 @@ class Store:
                 self._scorer_faults.group_scored()
                 self._staleness.mark_complete(group)
                 self._bindings.add(group)
-        self._drop_without_signal(groups)
+        self._refill.drop_from(groups)
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
@@ -535,22 +511,10 @@ class Store:
         for track in group.trajectories:
             self._scoring.release(track.id)
 
-    def _drop_without_signal(self, groups: Iterable[Group]) -> None:
-        """Drop the groups that are complete, not bound and without signal: other groups take their places in a step.
-
-        Once as many were dropped since the newest step as the limit says, groups are trained as they are. So no step
-        waits without end if all prompts are solved.
-        """
-        for group in groups:
-            if self._state.refilled.groups >= self._most_refilled:
-                return
-            is_open = group.bound is None and not group.unscored
-            if is_open and not has_signal(group, ignores_truncated=self._ignores_truncated):
-                self.drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
-
     def _drop_untrainable(self) -> None:
         for group in list(self._staleness.untrainable()):
             self.drop(group, self._staleness.reason, DropCause.STALE)
+        self._refill.drop_from(list(self._state.groups.values()))  # the limit may have kept some before
 
     def warning(self) -> str | None:
         """Return a warning for people that no earlier call has returned; None if there is none."""
@@ -602,15 +566,13 @@ class Store:
         request is out of order, or ``share`` is of another division than that of the incarnation's other ranks. Returns
         NotReady while too few groups can be bound (:mod:`.steps.bindings`).
         """
-        if rejection := self._check_trainer(incarnation) or self._check_division(incarnation, share):
+        if rejection := self._check_trainer(incarnation) or self._division.check(incarnation, share):
             return rejection
         if self.evaluations.awaited(number - 1, incarnation.number):
             return NotReady()
         latest, answer = self._state.latest, self._bindings.bind(number, index)
         if self._state.latest != latest:
-            if not self._staleness.wait_for_late:
-                self._drop_untrainable()
-            self._drop_without_signal(list(self._state.groups.values()))  # those that the limit has kept
+            self._drop_untrainable()
         return answer
 
     def balance(
@@ -658,21 +620,6 @@ class Store:
         first = self._work.first()
         may_begin = self._may_begin_group and self._staleness.allows(None, step)
         return may_begin or (first is not None and self._staleness.allows(first.group, step))
-
-    def _check_division(self, incarnation: Incarnation, share: Share | None) -> Denied | None:
-        """Return why ``share`` cannot be served: with two divisions a group would be trained twice or never."""
-        if share is None:
-            return None
-        before, division = self._division, (incarnation.number, share.world, share.by)
-        if before[0] != incarnation.number:
-            self._division = before = division
-        if before == division:
-            return None
-        return Denied(
-            f"{incarnation} asks for a share of {share.world} by {share.by}, but another rank has asked for a share of"
-            f" {before[1]} by {before[2]}: all ranks must pass the same world and the same by",
-            wrong_argument=True,
-        )
 
     def wait_reason(self, number: int, index: int | None = None) -> str | None:
         """Return a text for people that says why batch ``number``, or a part of it, cannot be bound yet.

@@ -8,6 +8,7 @@ idempotent: a client that receives no answer sends the same request again.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
@@ -110,6 +111,11 @@ class Score(Struct, frozen=True, array_like=True):
     training: float
     parts: dict[str, float] = {}
     """The rewards of which ``reward`` is the weighted sum, by name ([task.rewards])."""
+
+    @property
+    def is_finite(self) -> bool:
+        """False if one of the rewards is infinite or not a number."""
+        return all(map(math.isfinite, (self.reward, self.training, *self.parts.values())))
 
 
 class Trajectory(Struct, frozen=True):

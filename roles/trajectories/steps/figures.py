@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from ..durable.groups import Group
-from ..durable.records import Outcomes
+from ..durable.records import NO_SIGNAL, DropCause, Outcomes
 from ..durable.state import State
 from ..durable.trained_samples import trained_tokens, truncated_samples
 
@@ -41,6 +42,32 @@ def has_signal(group: Group, *, ignores_truncated: bool) -> bool:
         if track.score is not None and not (ignores_truncated and all(truncated_samples(track)))
     }
     return len(compared) > 1
+
+
+class Refill:
+    """Drops the groups whose places in a step other groups take (``[sampling] refill``).
+
+    Args:
+        state: The store's state.
+        most: Number of groups that may be dropped between two steps. With that many, groups are trained as they are, so
+            that no step waits without end if all prompts are solved. 0 if no group is to be dropped.
+        ignores_truncated: As in :func:`has_signal`.
+        drop: Drops a group for a reason and a cause.
+    """
+
+    def __init__(
+        self, state: State, most: float, ignores_truncated: bool, drop: Callable[[Group, str, DropCause], None]
+    ) -> None:
+        self._state, self._most, self._ignores_truncated, self._drop = state, most, ignores_truncated, drop
+
+    def drop_from(self, groups: Iterable[Group]) -> None:
+        """Drop the groups that are complete, not bound and without signal, in order, up to the limit."""
+        for group in groups:
+            if self._state.refilled.groups >= self._most:
+                return
+            is_open = group.bound is None and not group.unscored
+            if is_open and not has_signal(group, ignores_truncated=self._ignores_truncated):
+                self._drop(group, NO_SIGNAL, DropCause.NO_SIGNAL)
 
 
 def outcomes_of(group: Group) -> Outcomes:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import astuple, replace
 
 from rrl.core.run_spec import MAX_SEGMENT_EXTRAS, ExtraSpec
-from rrl.roles.trajectories import client, store
+from rrl.roles.trajectories import client, leases
 from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.durable.records import encode, pack
@@ -165,7 +165,7 @@ def test_leases_that_would_exceed_a_message_are_offered_again(tmp_path: Path, mo
     lease(opened, at_most=4)
     assert opened.append(ROLLOUT, [segment(number, marked=True) for number in range(4)]) == Done()
     opened.update_membership((OTHER, *ALL[2:]))
-    monkeypatch.setattr(store, "MAX_LEASED_EXTRAS", 13)
+    monkeypatch.setattr(leases, "MAX_LEASED_EXTRAS", 13)
     taken = list[int]()
     while items := lease(opened, OTHER, 4, taken):
         assert sum(len(item.so_far) for item in items) <= 2
