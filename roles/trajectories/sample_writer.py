@@ -64,7 +64,7 @@ class SampleWriter:
             )
 
     def take(self, state: State, number: int) -> None:
-        """Note the groups of the steps up to ``number`` that have no samples.
+        """Note the groups of the steps up to ``number`` that have no samples yet.
 
         Call it before the commit of ``number``, which may delete their tokens, and after the store has been opened.
         """
@@ -88,16 +88,16 @@ class SampleWriter:
     def _reported(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # whatever it is, no run ends for its samples
             if not self._failed:
-                self._failed = True
-                _log.warning("samples of steps are not kept: %s: %s; the run goes on", self._folder, error.strerror)
+                self._failed, unforeseen = True, not isinstance(error, OSError)
+                _log.warning("samples of steps are not kept: %s; the run goes on", error, exc_info=unforeseen)
 
     def _append(self, data: bytes) -> None:
+        if len(data) > self._limit:
+            return
         while self._total + len(data) > self._limit and self._thin():
             pass
-        if self._total + len(data) > self._limit:  # the samples of one step are larger than the limit
-            return
         if self._file is None or self._size + len(data) > self._limit // _FILES:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._file, self._size = SamplesFile(_newest(self._folder) + 1, 1), 0
@@ -105,8 +105,9 @@ class SampleWriter:
         try:
             _write(self._folder / file.name, data, os.O_APPEND)
         except OSError:
-            os.truncate(self._folder / file.name, self._size)  # nothing may follow a torn frame
-            self._file = file
+            with contextlib.suppress(OSError):  # if this fails, the next sample begins a file
+                os.truncate(self._folder / file.name, self._size)  # nothing may follow a torn frame
+                self._file = file
             raise
         self._file = file
         self._size += len(data)

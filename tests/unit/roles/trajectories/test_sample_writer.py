@@ -109,10 +109,10 @@ def test_advantage_is_that_of_the_built_in_trainer(tmp_path: Path) -> None:
 
 
 def test_answers_that_were_cut_are_marked_and_have_no_advantage_if_the_trainer_leaves_them_out(tmp_path: Path) -> None:
-    for settings, advantages in (({"truncated": "drop"}, [None, 0.0]), ({}, [-2.0, 2.0])):
-        folder = tmp_path / str(len(settings))
+    for truncated, advantages in (("drop", [None, 0.0]), ("train", [-2.0, 2.0])):
+        folder = tmp_path / truncated
         folder.mkdir()
-        store = opened(folder, spec(advantage_std=False, **settings), end_tokens={1})
+        store = opened(folder, spec(advantage_std=False, truncated=truncated), end_tokens={1})
         [one, other, *_] = lease(store, at_most=BATCH * GROUP)
         store.append(ROLLOUT, [segment(one.trajectory, 0, (5, 5, 5, 5))], [one.trajectory])
         trained(store, 1, [0.0, 8.0, 1.0, 2.0])
@@ -242,6 +242,21 @@ def test_a_full_disk_costs_samples_only_and_is_logged_once(
     assert os.strerror(errno.ENOSPC) in record.getMessage()
 
 
+def test_an_error_that_nobody_foresaw_costs_samples_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "rrl.trajectories"):
+        patch.setattr(SampleWriter, "_append", lambda *_: 1 // 0)
+        trained(store, 1)
+        trained(store, 2)
+    trained(store, 3)
+    assert kept_steps(tmp_path / "samples") == [3]
+    assert [one.getMessage() for one in caplog.records if "samples" in one.getMessage()] == [
+        "samples of steps are not kept: integer division or modulo by zero; the run goes on"
+    ]
+
+
 # ── the limit ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_old_steps_are_thinned_out_evenly_below_the_limit(tmp_path: Path) -> None:
     store, size, sizes = opened(tmp_path, spec(limit=16_000)), 0, []
@@ -262,9 +277,9 @@ def test_old_steps_are_thinned_out_evenly_below_the_limit(tmp_path: Path) -> Non
 
 
 def test_a_step_larger_than_the_limit_is_not_kept_and_the_others_are(tmp_path: Path) -> None:
-    store = opened(tmp_path, spec(limit=700))
+    store = opened(tmp_path, spec(limit=1500))
     trained(store, 1)
-    trained(store, 2, part="x" * 700)
+    trained(store, 2, part="x" * 1500)
     trained(store, 3)
-    assert kept_steps(tmp_path / "samples") == [3]
-    assert [one.stride for one in files_in(tmp_path / "samples")] == [1]
+    assert kept_steps(tmp_path / "samples") == [1, 3]
+    assert {one.stride for one in files_in(tmp_path / "samples")} == {1}
