@@ -26,7 +26,17 @@ from ...manager.tracking.tracker_files import TRACKER_ENV, log_file, mark_of, re
 from ...manager.tracking.tracker_supervisor import MODULE
 from ..common.output import json_line, print_line
 
-_FIXED = ("step", "at", "incarnation", "seconds", "tokens", "tokens_per_second", "token_age_p50", "token_age_max")
+_FIXED = (
+    "step",
+    "at",
+    "incarnation",
+    "seconds",
+    "tokens",
+    "tokens_per_second",
+    "tokens_per_second_gpu",
+    "token_age_p50",
+    "token_age_max",
+)
 """First columns of the CSV: fields of a row."""
 
 

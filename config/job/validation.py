@@ -244,7 +244,7 @@ def _refill(sampling: SamplingTable) -> None:
             "would drop every group, because the only answer of a group is compared with none; raise group_size, or"
             " remove this key",
         )
-    if not sampling.refill and "refill_limit" in sampling.model_fields_set:
+    if not sampling.refill and sampling.refill_limit != SamplingTable.model_fields["refill_limit"].default:
         raise mistake(("sampling", "refill_limit"), "has no effect without refill = true; remove this key, or add that")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ...core.run_spec import RunSpec
 from ...core.task_spec import EvalSpec
 from ...core.types import TRAINER, Incarnation, Outcome, is_support
 from ..model import events as ev
@@ -78,6 +79,8 @@ class StepRow(Struct, frozen=True):
     tokens: int | None = None
     """Tokens that the step trained on; None if its metrics do not contain them."""
     tokens_per_second: float | None = None
+    tokens_per_second_gpu: float | None = None
+    """The same for each GPU of the trainer; None without GPUs."""
     phase_seconds: dict[str, float] = {}
     """Seconds of the trainer by phase. Its clock is read at most every 5 s, and the steps between two readings share
     the seconds evenly."""
@@ -102,6 +105,8 @@ class StepRows:
         self._timeline = FailureTimeline()
         self._steps = 0
         """``run.steps`` of the job, the last step that can be committed; 0 if the run has no trainer."""
+        self._gpus = 0
+        """Number of GPUs of the trainer."""
         self._newest = 0
         """Step of the newest row."""
         self._previous_at: float | None = None
@@ -147,7 +152,7 @@ class StepRows:
         return [row for row in rows if row.step or row.evaluation]
 
     def _on_run_started(self, event: ev.RunStarted, at: float) -> None:
-        self._steps, self._eval = event.job.steps, event.job.eval
+        self._steps, self._eval, self._gpus = event.job.steps, event.job.eval, _trainer_gpus(event.job)
         if self._eval is not None:
             self._held.append(StepRow(0, at, ""))
 
@@ -241,6 +246,7 @@ class StepRows:
     def _on_resumed(self, event: ev.Resumed, at: float) -> Iterator[StepRow]:
         yield from self._complete(all_of_them=True)
         self._steps, self._previous_at, self._late = event.job.steps, None, None
+        self._gpus = _trainer_gpus(event.job)
         self._eval, self._evaluated_from = event.job.eval, self._newest + 1
         self._marks.append(Mark(at, MarkKind.RESUMED, "run", f"resumed by {event.by}"))
 
@@ -266,7 +272,7 @@ class StepRows:
         shares = {phase: round(ns / 1e9 / len(rows), 6) for phase, ns in sorted(self._spent.items()) if ns > 0 and rows}
         even = (rows[-1].at - since) / (len(rows) - in_time) if len(rows) > in_time else 0.0
         seconds = [*(row.seconds for row in rows[:in_time]), *(even for _ in rows[in_time:])]
-        return [_with_times(row, own, shares) for row, own in zip(rows, seconds, strict=True)]
+        return [_with_times(row, own, shares, self._gpus) for row, own in zip(rows, seconds, strict=True)]
 
 
 _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow] | None]] = {
@@ -282,11 +288,21 @@ _HANDLERS: dict[type, Callable[[StepRows, Any, float], Iterable[StepRow] | None]
 }
 
 
-def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float]) -> StepRow:
+def _trainer_gpus(job: RunSpec) -> int:
+    return sum(role.per_member.gpus * role.ranks for role in job.kind("trainer"))
+
+
+def _with_times(row: StepRow, seconds: float | None, phase_seconds: dict[str, float], gpus: int) -> StepRow:
     if not seconds or seconds < 0:  # the manager learned of this commit and the previous commit at the same time
         return replace(row, seconds=seconds, phase_seconds=phase_seconds)
-    rate = None if row.tokens is None else round(row.tokens / seconds, 3)
-    return replace(row, seconds=round(seconds, 6), tokens_per_second=rate, phase_seconds=phase_seconds)
+    rate = None if row.tokens is None else row.tokens / seconds
+    return replace(
+        row,
+        seconds=round(seconds, 6),
+        tokens_per_second=None if rate is None else round(rate, 3),
+        tokens_per_second_gpu=None if rate is None or not gpus else round(rate / gpus, 3),
+        phase_seconds=phase_seconds,
+    )
 
 
 def _with_evaluation(row: StepRow, results: dict[int, dict[str, float]]) -> StepRow:

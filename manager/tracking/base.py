@@ -69,6 +69,7 @@ def scalars(row: StepRow) -> dict[str, float]:
     own: dict[str, float | None] = {
         "seconds": row.seconds,
         "tokens_per_second": row.tokens_per_second,
+        "tokens_per_second_gpu": row.tokens_per_second_gpu,
         **{f"seconds_{phase}": seconds for phase, seconds in row.phase_seconds.items()},
         "failures": sum(mark.kind is MarkKind.FAILURE for mark in row.marks),
         "restarts": sum(mark.kind is MarkKind.RESTART for mark in row.marks),

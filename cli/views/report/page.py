@@ -21,7 +21,7 @@ from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage, utc_time
-from ..samples import PageSamples, scores_of
+from ..sampled_answers import PageSamples, scores_of
 from .comparison_tables import SIDES, comparison_tables
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
@@ -55,7 +55,10 @@ def page(
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
-        runs=[_run(report, *(samples[at : at + 1] or [PageSamples()])) for at, report in enumerate(reports)],
+        runs=[
+            _run(report, of_run)
+            for report, of_run in zip(reports, samples or [PageSamples()] * len(reports), strict=True)
+        ],
         script=Markup(_SCRIPT) if any(one.samples for one in samples) else "",
         script_digest=b64encode(sha256(_SCRIPT.encode()).digest()).decode(),
         rows=[row for row in rows if any(value != "–" for value in row[1])],

@@ -31,14 +31,17 @@ last step first; Hall's condition). With ``late = "wait"`` every change preserve
   bound step: L + 1 replaces L, and P replaces F.
 - An append with older weights than the lease was granted for can violate (*) only after a restart of the store, which
   forgets leases. The store then takes the trajectory away and leases it again; one append is lost, not the group.
+- A complete group without signal may be dropped (``[sampling] refill``). B(v) and C(v) fall by the same number, so (*)
+  still holds, and the right side of (**) stays the same.
 - A store that is opened with a smaller limit, or with fewer groups per step, drops the groups that no longer fit. It
   drops no group of a part, and the open step, if it has parts, keeps its number of groups.
 
 No process waits forever. While the trainer waits for m <= F groups of step L + 1, a rollout with weights of step L - N
 or newer can lease every begun trajectory that is not leased. Once all begun groups are complete, C(v) = B(v), and (**)
 allows F groups. If there are fewer than m complete groups, the rollout can begin another group: since B(v) < m <= F,
-(*) still holds with the new group, and F unbound groups are always allowed. N therefore also determines how often the
-trainer must publish: at least once in N + 1 steps.
+(*) still holds with the new group, and F unbound groups are always allowed. A group without signal that is dropped
+costs another round of this, but their number is limited. N therefore also determines how often the trainer must
+publish: at least once in N + 1 steps.
 
 With ``late = "drop"`` a part or binding waits for no group. When a step is bound completely, the groups that have
 become too old for the next step are dropped, so that short answers are trained more often than long ones. No group

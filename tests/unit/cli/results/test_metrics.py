@@ -56,6 +56,7 @@ def test_each_step_is_one_json_line_with_the_failures_before_it(root: Path, caps
         "seconds",
         "tokens",
         "tokens_per_second",
+        "tokens_per_second_gpu",
         "phase_seconds",
         "token_age_p50",
         "token_age_max",

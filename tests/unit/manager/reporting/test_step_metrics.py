@@ -52,6 +52,17 @@ def test_a_row_has_time_incarnation_rate_and_staleness_of_its_step() -> None:
     assert row.metrics == {"tokens": 640.0, "reward": 0.5, "token_age_p50": 1.0, "token_age_max": 2.0}
 
 
+def test_rate_of_a_gpu_is_that_of_the_trainers_gpus() -> None:
+    job = job_view()
+    roles = [
+        msgspec.structs.replace(role, per_member=msgspec.structs.replace(role.per_member, gpus=2)) for role in job.roles
+    ]
+    for gpus, rate in ((0, None), (2 * job.role("trainer").ranks, 40.0)):
+        story = commits(begun(msgspec.structs.replace(job, roles=tuple(roles)) if gpus else None), 1, 4.0, tokens=320.0)
+        [row] = rows_of(story)
+        assert (row.tokens_per_second, row.tokens_per_second_gpu) == (80.0, rate)
+
+
 def test_steps_of_one_commit_share_its_time_evenly() -> None:
     story = commits(begun(), 1, 4.0)
     trainer = story.wait(9.0).incarnation("trainer/0")
