@@ -392,7 +392,7 @@ async def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(sce
     """The commit may be the last one of the run, so that no later commit would report it."""
 
     store = scene.open_store()
-    crew.train(store, 1, metrics={"reward": 0.25})
+    crew.train(store, 1, metrics={"loss": 0.25})
     heir = crew.incarnation_of("trainer/0", 2)
     store.update_membership([*crew.ALL[:-1], heir])
     me = scene.worker(heir)
@@ -400,7 +400,7 @@ async def test_commit_unknown_to_the_manager_is_reported_by_the_next_trainer(sce
         role = scene.start(me, lambda: list(me.batches(after=me.committed)))
         await manager.wait_for(Goodbye)
         commit = await manager.wait_for(StepCommitted)
-        assert (commit.step, commit.metrics["reward"]) == (1, 0.25)
+        assert (commit.step, commit.metrics["loss"]) == (1, 0.25)
         await manager.stop(heir)
         await role.end()
     store.close()
