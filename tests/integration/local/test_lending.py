@@ -65,7 +65,6 @@ def test_one_node_trains_and_generates_in_turns_and_is_evaluated_though_its_gues
         state = run.finish()
         assert state.replica(TRAINER).incarnation_number == 1
         assert state.replica(killed.id).incarnation_number == 2
-        assert run.continued_by_others(killed.incarnation), "nobody went on with the dead guest's tokens"
         recorded = [one.event.step for one in run.test.events() if isinstance(one.event, ev.Evaluated)]
         assert recorded == [0, 2, 4]
         assert all(commit.metrics["lent_s"] > 0 for commit in run.commits())
