@@ -122,7 +122,7 @@ def test_optimizer_in_host_memory_leaves_the_gpu() -> None:
     assert there.host["optimizer"] == 2 * here.device["moments"], "moments, and a copy of weights and gradients"
 
 
-def test_rank_without_room_is_a_doubt_that_names_what_to_lower() -> None:
+def test_rank_without_enough_host_memory_is_a_doubt_that_names_what_to_lower() -> None:
     large = _BUILT.replace("48", "4096").replace("80", "8192") + "max_length = 4096\n"
     (doubt,) = memory_doubt(_spec("mem = '1GiB'", large, cluster="slurm"))
     assert doubt.startswith("roles.trainer.mem = 1GiB: a rank needs about ")
