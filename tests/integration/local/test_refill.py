@@ -15,12 +15,20 @@ import pytest
 
 from rrl.core.types import ReplicaId
 from rrl.roles.trajectories.durable.records import NO_SIGNAL
-from rrl.tests.support.runs import all_work, check_sound, light_job, submit_here
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_here
 
 STEPS, GROUPS, SIZE, TOKENS = 16, 2, 4, 5
 DROPPED = 3
 """Number of groups that a step drops."""
 REFILL = f"[sampling]\nstream = true\nrefill = true\nrefill_limit = {DROPPED / GROUPS}"
+
+
+def _kill(run: TestRun, victim: ReplicaId, after: int) -> None:
+    """Kill a replica once a step is committed, and wait for its next incarnation."""
+    before = run.wait(lambda state: state.step >= after and all_work(state)).replica(victim)
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    run.wait(lambda state: state.replica(victim).incarnation_number > before.incarnation_number)
 
 
 @pytest.mark.timeout(600)
@@ -29,11 +37,7 @@ def test_each_step_drops_the_same_number_of_groups_after_kills_of_store_and_trai
     toml = light_job("local", STEPS, spares=0, warm=False, one_node=True, extra=extra)
     run = submit_here(tmp_path, toml.replace("[sampling]", REFILL))
     for step, victim in ((1, "trajectories/0"), (3, "trainer/0"), (5, "trajectories/0"), (7, "rollout/0")):
-        before = run.wait(lambda state, step=step: state.step >= step and all_work(state)).replica(ReplicaId(victim))
-        assert before.pid is not None
-        os.kill(before.pid, signal.SIGKILL)
-        number = before.incarnation_number
-        run.wait(lambda state, id=before.id, number=number: state.replica(id).incarnation_number > number)
+        _kill(run, ReplicaId(victim), step)
     state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", STEPS), state.why
     run.wait_gone()
