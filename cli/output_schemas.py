@@ -29,7 +29,7 @@ from .job.check import CheckReport
 from .logs.failed import FailureRecord
 from .logs.printer import LogRecord
 from .results.reports import ReportDocument
-from .results.samples import SamplesDocument
+from .results.step_samples import SamplesDocument
 from .run.json_documents import RequestedFault, StartedRun, StatusFigures, UnstartedRun
 from .views.episode_trees import Episode
 from .views.explanation import DecisionRecord

@@ -1,9 +1,9 @@
 """The folder ``samples`` of a run: some trajectories of each committed step, as tokens.
 
-The trajectory store writes it (``roles/trajectories/samples.py``); commands, reports and trackers read it, also while
-it is written. A file ``<number>.<stride>`` is a sequence of frames, one for each step, in the order of the commits.
-Only the process of the store that created a file appends to it, so only the end of a file can be torn. ``stride`` says
-how far the file was thinned out: it has only steps that ``stride`` divides.
+The trajectory store writes it (``roles/trajectories/sample_writer.py``); commands, reports and trackers read it, also
+while it is written. A file ``<number>.<stride>`` is a sequence of frames, one for each step, in the order of the
+commits. Only the process of the store that created a file appends to it, so only the end of a file can be torn.
+``stride`` says how far the file was thinned out: it has only steps that ``stride`` divides.
 """
 
 from __future__ import annotations

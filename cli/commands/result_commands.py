@@ -122,7 +122,7 @@ def samples(
     rrl samples quick 40 --worst 5
     rrl samples quick --grep "I cannot"
     """
-    from ..results import samples as command
+    from ..results import step_samples as command
 
     selection = command.Selection(best, worst, group, grep)
     raise typer.Exit(command.samples(run, step, selection, tokens=tokens, json=json))

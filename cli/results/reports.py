@@ -14,7 +14,7 @@ from ...core.types import OperationFailed, UsageError
 from ...manager.reporting.accounting.run_report import RunReport
 from ..common.output import print_json, print_line, show
 from ..views.report.tables import report_view
-from ..views.samples import PageSamples
+from ..views.sampled_answers import PageSamples
 
 PAGE_MODE = 0o600
 """Mode of the HTML file: only its owner may read it, since it contains output of roles and names from the job."""
@@ -65,7 +65,7 @@ def _write_page(runs: list[RunDir], reports: list[RunReport], path: Path) -> Non
 
 def _samples_of(run: RunDir) -> PageSamples:
     """Return the samples of a run for the page, which is complete without them."""
-    from .samples import page_samples
+    from .step_samples import page_samples
 
     try:
         return page_samples(run)

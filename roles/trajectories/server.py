@@ -35,7 +35,7 @@ from .episodes.requests import StoreRequest as Request
 from .episodes.rules import EpisodeSettings
 from .partition import cut
 from .prompts import first_item_with_prompt, prompt_encoder
-from .samples import Samples
+from .sample_writer import SampleWriter
 from .steps.evaluations import EvaluationReports, EvaluationSettings
 from .store import Store
 from .types import (
@@ -499,7 +499,7 @@ def _open_store(
         end_tokens=end_tokens,
         refill_limit=sampling.refill_limit if sampling.refill else None,
         ignores_truncated=me.job.trainer.truncated == "drop",
-        samples=Samples(me.run_dir.samples, me.job) if me.job.samples.per_step else None,
+        samples=SampleWriter(me.run_dir.samples, me.job) if me.job.samples.per_step else None,
     )
 
 

@@ -34,7 +34,7 @@ from .episodes.rules import Episodes, EpisodeSettings
 from .leases import Membership, ScoringQueue, WorkQueue, is_guest
 from .partition import Division, cut
 from .prompts import GroupMaker, ItemPrompts, ScorerFaults
-from .samples import Samples
+from .sample_writer import SampleWriter
 from .steps.bindings import Bindings
 from .steps.evaluations import Evaluations, EvaluationSettings
 from .steps.figures import Refill, outcomes_of
@@ -131,7 +131,7 @@ class Store:
         end_tokens: Collection[int] = (),
         refill_limit: float | None = None,
         ignores_truncated: bool = False,
-        samples: Samples | None = None,
+        samples: SampleWriter | None = None,
     ) -> None:
         self._samples = samples
         self._group_size, self._rollout_roles = group_size, rollout_roles

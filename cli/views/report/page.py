@@ -10,7 +10,6 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ....core.text import escaped, plural, span
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
-from ..samples import PageSamples, scores_of
+from ..sampled_answers import PageSamples, scores_of
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
@@ -53,7 +52,10 @@ def page(reports: Sequence[RunReport], samples: Sequence[PageSamples] = ()) -> s
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
-        runs=[_run(*one) for one in zip_longest(reports, samples, fillvalue=PageSamples())],
+        runs=[
+            _run(report, of_run)
+            for report, of_run in zip(reports, samples or [PageSamples()] * len(reports), strict=True)
+        ],
         script=Markup(_SCRIPT) if any(one.samples for one in samples) else "",
         script_digest=b64encode(sha256(_SCRIPT.encode()).digest()).decode(),
         rows=[row for row in rows if any(value != "–" for value in row[1])],

@@ -1,14 +1,17 @@
-"""Reads the steps of a run that trackers have stored, by the trackers' own packages."""
+"""Writes samples of a run, and reads what trackers have stored of its steps, by the trackers' own packages."""
 
 from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rrl.core.run_dir import RunDir
+from rrl.core.samples_file import Sample, SampleRun, StepSamples, frame
+from rrl.manager.tracking.base import SAMPLES
 
 
 def sent(run: RunDir, tracker: str, metric: str) -> list[tuple[int, float]]:
@@ -19,6 +22,41 @@ def sent(run: RunDir, tracker: str, metric: str) -> list[tuple[int, float]]:
     if tracker == "wandb":
         return wandb_scalars(folder, metric)
     return mlflow_scalars(folder, metric)
+
+
+def write_samples(run: RunDir, steps: Sequence[int]) -> None:
+    """Write a sample of each step, whose answer is the number of the step."""
+    run.samples.mkdir()
+    runs = (SampleRun(1, -1, 0, False), SampleRun(2, 0, 1, True))
+    answers = [(step, array("i", (2, 2 + step // 10, 2 + step % 10)).tobytes()) for step in steps]
+    samples = [(step, Sample(step, 0, 0, "", 1.0, 1.0, {}, 0.5, False, tokens, runs)) for step, tokens in answers]
+    (run.samples / "1.1").write_bytes(b"".join(frame(StepSamples(step, 8, (one,))) for step, one in samples))
+
+
+def sent_tables(run: RunDir, tracker: str) -> list[tuple[int, str]]:
+    """Return (step, content as text) of each table of samples in the order of the tracker."""
+    folder = run.trackers / tracker
+    if tracker == "tensorboard":
+        from rrl.manager.tracking.tensorboard import events
+
+        return [
+            (event.step, value.tensor.string_val[0].decode())
+            for event in events(folder)
+            for value in event.summary.value
+            if value.tag == SAMPLES
+        ]
+    if tracker == "wandb":
+        from rrl.manager.tracking.wandb import LOG_FILES, history
+
+        found: list[tuple[int, str]] = []
+        for path in sorted(folder.glob(LOG_FILES)):
+            for step, values in history(path):
+                if (file := values.get(f"{SAMPLES}/path")) is not None:
+                    found.append((step, (path.parent / "files" / str(file)).read_text()))
+        return found
+    client, (run_id,) = mlflow_runs(folder)
+    paths = [Path(one.path) for one in client.list_artifacts(run_id, SAMPLES)]
+    return [(int(path.stem[5:]), Path(client.download_artifacts(run_id, str(path))).read_text()) for path in paths]
 
 
 def tensorboard_scalars(folder: Path, metric: str) -> list[tuple[int, float]]:

@@ -1,7 +1,8 @@
 """A trajectory store without a manager: run it with ``python -m``.
 
 Its arguments are folder, keys file, address file, epoch and the store's settings as JSON. The setting ``"agents":
-true`` is for a job with agents, whose ``"reward_timeout"`` is in seconds.
+true`` is for a job with agents, whose ``"reward_timeout"`` is in seconds. ``"samples": true`` keeps samples beside the
+folder, as by default.
 
 Each line on stdin is the membership that a manager would send (JSON list of current incarnations); the store begins
 to serve after the first line.
@@ -25,8 +26,10 @@ from rrl.core.types import Incarnation
 from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, LeaseEpisodes, OpenTurn, StoreRequest
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
+from rrl.roles.trajectories.sample_writer import SampleWriter
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.types import GetPart, LeaseScoring, PackedPart, ToScore
+from rrl.tests.support.manager.jobs import job
 from rrl.tests.support.roles.trajectories.agents import open_agents_store
 from rrl.tests.support.roles.trajectories.crew import open_store
 from rrl.transport.control.endpoints import Address, Listener
@@ -59,6 +62,11 @@ class StoreProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(list(members)) + b"\n")
         self._process.stdin.flush()
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process has used."""
+        assert self._process is not None
+        return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def kill(self) -> None:
         if self._process is not None:
@@ -122,6 +130,10 @@ async def _main(folder: Path, keys: Path, address: Path, epoch: int, settings: d
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     listener = await Listener.open(RunKeys.load(keys), StoreRequest, epoch=epoch)
+    if settings.pop("samples", False):
+        made = job()
+        roles = tuple(msgspec.structs.replace(role, built_in=True) for role in made.roles)
+        settings["samples"] = SampleWriter(folder.parent / "samples", msgspec.structs.replace(made, roles=roles))
     opened = open_agents_store if settings.pop("agents", False) else open_store
     if (reward_timeout := settings.pop("reward_timeout", None)) is not None:
         settings["episodes"] = EpisodeSettings(reward_timeout=reward_timeout)

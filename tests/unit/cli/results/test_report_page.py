@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rrl.cli.views.report.page import page
-from rrl.cli.views.samples import PageSamples
+from rrl.cli.views.sampled_answers import PageSamples
 from rrl.core.sample_texts import DecodedSample, Turn
 from rrl.tests.support.browser import REQUIRED_ENV, Browser, chromium, filter_page
 from rrl.tests.support.manager.accounted import accounted, begun, trained

@@ -17,7 +17,7 @@ import rrl
 from rrl.cli import main
 from rrl.cli.views.report.page import page
 from rrl.cli.views.report.tables import report_view
-from rrl.cli.views.samples import PageSamples
+from rrl.cli.views.sampled_answers import PageSamples
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.sample_texts import DecodedSample, Turn
 from rrl.core.text import span

@@ -28,7 +28,14 @@ from rrl.manager.tracking.tracker_files import Progress, log_file, read_progress
 from rrl.tests.support.cli.story import Story, job_view
 from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.trackers.forked_process import PARENT, fork_server, start
-from rrl.tests.support.trackers.sent_steps import check_once_each, mlflow_runs, sent, tensorboard_scalars
+from rrl.tests.support.trackers.sent_steps import (
+    check_once_each,
+    mlflow_runs,
+    sent,
+    sent_tables,
+    tensorboard_scalars,
+    write_samples,
+)
 
 pytestmark = pytest.mark.long
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -113,6 +120,7 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
 ) -> None:
     recorded.story.clocks("trainer/0", train=30.0)  # completes the rows
     recorded.write()
+    write_samples(recorded.run, range(1, STEPS + 1))
     for calls in (OPENING, FIRST, MIDDLE, LAST, FLUSH):
         code = recorded.track(tracker, ONCE, KILL_AFTER_CALLS.format(calls))
         assert code in (-signal.SIGKILL, 0), recorded.output(tracker)  # code 0 if earlier processes had sent all steps
@@ -122,6 +130,10 @@ def test_each_step_is_sent_once_although_the_process_is_killed_at_calls_of_each_
     assert [value for _, value in found] == pytest.approx([min(0.95, 0.1 + 0.07 * step) for step in range(1, 13)])
     check_once_each(sent(recorded.run, tracker, "rrl/seconds"), STEPS)
     assert read_progress(recorded.run, tracker).step == STEPS
+    [(step, table)] = sent_tables(recorded.run, tracker)
+    assert step == 10
+    assert "answer" in table
+    assert "10" in table
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +10,16 @@ import msgspec
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.core.sample_texts import DecodedSample
-from rrl.core.samples_file import Sample, SampleRun, StepSamples, frame
+from rrl.core.sample_texts import DecodedSample, shortened_lines
 from rrl.core.types import Outcome
 from rrl.manager.reporting.step_metrics import StepRow
 from rrl.manager.tracking import main
 from rrl.manager.tracking.base import TrackedRun
 from rrl.manager.tracking.main import ONCE, TrackingProcess
+from rrl.manager.tracking.tensorboard import _described
 from rrl.manager.tracking.tracker_files import read_progress
 from rrl.tests.support.cli.story import Story
+from rrl.tests.support.trackers.sent_steps import write_samples
 
 STEPS = 12
 """Number of steps of :meth:`Story.works`."""
@@ -104,15 +104,6 @@ def test_each_step_is_sent_once_although_the_process_ends_at_each_call(
     assert read_progress(run, "fake").step == STEPS
 
 
-def write_samples(run: RunDir, steps: Sequence[int]) -> None:
-    """Write a sample of each step, whose answer is the number of the step."""
-    run.samples.mkdir()
-    runs = (SampleRun(1, -1, 0, False), SampleRun(2, 0, 1, True))
-    answers = [(step, array("i", (2, 2 + step // 10, 2 + step % 10)).tobytes()) for step in steps]
-    samples = [(step, Sample(step, 0, 0, "", 1.0, 1.0, {}, 0.5, False, tokens, runs)) for step, tokens in answers]
-    (run.samples / "1.1").write_bytes(b"".join(frame(StepSamples(step, 8, (one,))) for step, one in samples))
-
-
 def test_samples_are_sent_with_every_tenth_step(server: FakeServer, run: RunDir) -> None:
     write_samples(run, range(1, STEPS + 1))
     TrackingProcess(run, "fake", ONCE, threading.Event()).run()
@@ -135,3 +126,10 @@ def test_steps_are_sent_without_samples_if_the_tokenizer_cannot_be_opened(
     TrackingProcess(run, "fake", ONCE, threading.Event()).run()
     assert server.steps == list(range(1, STEPS + 1))
     assert "no samples are sent of step 10: " in capsys.readouterr().err
+
+
+def test_text_of_the_model_is_code_in_tensorboard() -> None:
+    answer = "1\n# title\n<script>alert(1)</script>\x1b[2J"
+    text = _described([3, 0, "", 0.5, None, False, 1, "a question", shortened_lines(answer)])
+    assert "\n    # title\n    <script>alert(1)</script>" in text
+    assert "\x1b" not in text

@@ -47,6 +47,13 @@ def test_decoding_ends_at_the_first_stop_token_and_omits_special_tokens(folder: 
     assert tokenizer.decode((*tokenizer.encode("yes"), 100_000)) == "yes"
 
 
+def test_description_for_people_has_all_tokens_and_no_unknown_id_fails(folder: Path) -> None:
+    tokenizer = open_tokenizer(ModelSpec(str(folder)))
+    text = tokenizer.describe((*tokenizer.encode("12"), tokenizer.eos, *tokenizer.encode("3"), -1, 2**30))
+    assert text == f"12{tokenizer.describe([tokenizer.eos])}3"
+    assert tokenizer.describe([tokenizer.eos])
+
+
 def test_stop_tokens_fall_back_to_config_and_then_to_the_tokenizer(folder: Path) -> None:
     folders.rewrite(folder / "config.json", eos_token_id=folders.TURN)
     assert open_tokenizer(ModelSpec(str(folder))).stop_tokens == {folders.END, folders.TURN}

@@ -12,7 +12,7 @@ import pytest
 from rrl.cli import main
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec, SamplesSpec, TokenizerSpec
-from rrl.roles.trajectories.samples import Samples
+from rrl.roles.trajectories.sample_writer import SampleWriter
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Score, Scoring
 from rrl.tests.support.cli.json_keys import assert_fits_its_schema
@@ -40,7 +40,7 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 @pytest.fixture
 def store(run: RunDir) -> Iterator[Store]:
-    opened = open_store(run.store, samples=Samples(run.samples, job()))
+    opened = open_store(run.store, samples=SampleWriter(run.samples, job()))
     yield opened
     opened.close()
 
@@ -109,7 +109,7 @@ def test_selection_looks_through_all_trajectories_that_the_store_has(
 
 def test_an_older_step_is_shown_from_what_was_kept(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(1, 6):
-        store = open_store(run.store, samples=Samples(run.samples, job()))
+        store = open_store(run.store, samples=SampleWriter(run.samples, job()))
         trained(store, number)
         store.close()
     found = json.loads(shown(capsys, "1", "--best", "4", "--json"))
@@ -119,7 +119,7 @@ def test_an_older_step_is_shown_from_what_was_kept(run: RunDir, capsys: pytest.C
 
 
 def test_conversation_of_an_agent_is_shown_turn_by_turn(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    store = open_agents_store(run.store, CREW, samples=Samples(run.samples, job()))
+    store = open_agents_store(run.store, CREW, samples=SampleWriter(run.samples, job()))
     for item in episodes(store, 4):
         first = turn(store, item, (2, 3), (4, 5))
         turn(store, item, (7,), (2, 1), first, 4)
@@ -153,7 +153,7 @@ def test_invalid_request_is_one_line_and_exit_code_2(
 ) -> None:
     for number in range(1, 7):
         first = number < 4  # the store that is opened then still has the tokens of steps 2 and 3
-        store = open_store(run.store, samples=None if first else Samples(run.samples, job()))
+        store = open_store(run.store, samples=None if first else SampleWriter(run.samples, job()))
         trained(store, number)
         store.close()
     assert main.run(["samples", RUN, *words]) == 2

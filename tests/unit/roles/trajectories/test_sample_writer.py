@@ -16,13 +16,24 @@ import pytest
 from rrl.core.run_spec import RunSpec, SamplesSpec, TrainerSettings
 from rrl.core.sample_texts import DecodedSample, decoded
 from rrl.core.samples_file import StepSamples, files_in, kept_steps, read_steps
-from rrl.roles.trajectories.samples import Samples
+from rrl.roles.trajectories.sample_writer import SampleWriter
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Score, Scoring
 from rrl.tests.support.fake_disk import Died, FakeDisk
 from rrl.tests.support.manager.jobs import job
 from rrl.tests.support.roles.trajectories.agents import CREW, episodes, finish, open_agents_store, turn
-from rrl.tests.support.roles.trajectories.crew import BATCH, GROUP, REWARD, bind, commit, generate, open_store
+from rrl.tests.support.roles.trajectories.crew import (
+    BATCH,
+    GROUP,
+    REWARD,
+    ROLLOUT,
+    bind,
+    commit,
+    generate,
+    lease,
+    open_store,
+    segment,
+)
 from rrl.tests.support.roles.trajectories.crew import prompt as prompt_of
 
 ALL = 4096
@@ -44,7 +55,7 @@ def spec(per_step: int = ALL, limit: int = LIMIT, built_in: bool = True, **train
 
 
 def opened(root: Path, made: RunSpec | None = None, **changed: Any) -> Store:
-    return open_store(root / "store", samples=Samples(root / "samples", made or spec()), **changed)
+    return open_store(root / "store", samples=SampleWriter(root / "samples", made or spec()), **changed)
 
 
 def scored(store: Store, rewards: Sequence[float], part: str = "format") -> None:
@@ -97,6 +108,20 @@ def test_advantage_is_that_of_the_built_in_trainer(tmp_path: Path) -> None:
     assert [one.advantage for one in found] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
+def test_answers_that_were_cut_are_marked_and_have_no_advantage_if_the_trainer_leaves_them_out(tmp_path: Path) -> None:
+    for truncated, advantages in (("drop", [None, 0.0]), ("train", [-2.0, 2.0])):
+        folder = tmp_path / truncated
+        folder.mkdir()
+        store = opened(folder, spec(advantage_std=False, truncated=truncated), end_tokens={1})
+        [one, other, *_] = lease(store, at_most=BATCH * GROUP)
+        store.append(ROLLOUT, [segment(one.trajectory, 0, (5, 5, 5, 5))], [one.trajectory])
+        trained(store, 1, [0.0, 8.0, 1.0, 2.0])
+        found = shown(folder, 1)
+        assert [each.truncated for each in found] == [True, False, False, False]
+        assert [each.advantage for each in found][:2] == advantages
+        assert found[1].trajectory == other.trajectory
+
+
 def test_trainer_of_the_users_own_has_no_known_advantage(tmp_path: Path) -> None:
     trained(opened(tmp_path, spec(built_in=False)), 1)
     assert {one.advantage for one in shown(tmp_path, 1)} == {None}
@@ -119,7 +144,7 @@ def test_the_best_the_worst_and_random_trajectories_are_kept_the_same_in_every_p
 
 
 def test_an_episode_is_kept_with_its_whole_conversation(tmp_path: Path) -> None:
-    store = open_agents_store(tmp_path / "store", CREW, samples=Samples(tmp_path / "samples", spec()))
+    store = open_agents_store(tmp_path / "store", CREW, samples=SampleWriter(tmp_path / "samples", spec()))
     for item in episodes(store, 4):
         one = turn(store, item, (2, 3), (5, 6))
         turn(store, item, (7,), (8, 1), one, 4)
@@ -157,7 +182,7 @@ def test_a_store_that_dies_between_a_commit_and_its_samples_is_made_up_for(
         raise Died
 
     with monkeypatch.context() as patch:
-        patch.setattr(Samples, "_append", die)
+        patch.setattr(SampleWriter, "_append", die)
         with pytest.raises(Died):
             trained(store, 2)
     assert kept_steps(tmp_path / "samples") == [1]
@@ -188,7 +213,7 @@ def test_a_kill_at_any_call_leaves_readable_samples_and_costs_none(
         assert all(len(one.samples) == BATCH * GROUP for one in found)
         if folder_is_a_kill(folder, moment.now) and now:
             assert [one.step for one in found][: moment.note - 1] == list(range(1, moment.note))
-        Samples(folder, spec())
+        SampleWriter(folder, spec())
         count += 1
     assert count > 20
 
@@ -217,6 +242,21 @@ def test_a_full_disk_costs_samples_only_and_is_logged_once(
     assert os.strerror(errno.ENOSPC) in record.getMessage()
 
 
+def test_an_error_that_nobody_foresaw_costs_samples_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "rrl.trajectories"):
+        patch.setattr(SampleWriter, "_append", lambda *_: 1 // 0)
+        trained(store, 1)
+        trained(store, 2)
+    trained(store, 3)
+    assert kept_steps(tmp_path / "samples") == [3]
+    assert [one.getMessage() for one in caplog.records if "samples" in one.getMessage()] == [
+        "samples of steps are not kept: integer division or modulo by zero; the run goes on"
+    ]
+
+
 # ── the limit ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_old_steps_are_thinned_out_evenly_below_the_limit(tmp_path: Path) -> None:
     store, size, sizes = opened(tmp_path, spec(limit=16_000)), 0, []
@@ -237,9 +277,9 @@ def test_old_steps_are_thinned_out_evenly_below_the_limit(tmp_path: Path) -> Non
 
 
 def test_a_step_larger_than_the_limit_is_not_kept_and_the_others_are(tmp_path: Path) -> None:
-    store = opened(tmp_path, spec(limit=700))
+    store = opened(tmp_path, spec(limit=1500))
     trained(store, 1)
-    trained(store, 2, part="x" * 700)
+    trained(store, 2, part="x" * 1500)
     trained(store, 3)
-    assert kept_steps(tmp_path / "samples") == [3]
-    assert [one.stride for one in files_in(tmp_path / "samples")] == [1]
+    assert kept_steps(tmp_path / "samples") == [1, 3]
+    assert {one.stride for one in files_in(tmp_path / "samples")} == {1}

@@ -1,7 +1,7 @@
 """Keep some trajectories of each committed step as files, for ``rrl samples``, reports and trackers.
 
-The store deletes the tokens of a step soon after its commit. :class:`Samples` writes those of the best, the worst and
-some random trajectories into the folder ``samples`` of the run (:mod:`rrl.core.samples_file`), once the commit is
+The store deletes the tokens of a step soon after its commit. :class:`SampleWriter` writes those of the best, the worst
+and some random trajectories into the folder ``samples`` of the run (:mod:`rrl.core.samples_file`), once the commit is
 durable. It writes packed tokens: text is decoded by whoever reads it, because the store has one thread. If the store
 dies in between, the next one writes the samples of the committed steps whose tokens it still has.
 """
@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator, Sequence
 from heapq import nlargest, nsmallest
 from itertools import groupby
+from math import sqrt
 from pathlib import Path
 from random import Random
-from statistics import fmean, stdev
 
 from ...core.run_spec import RunSpec, TrainerSettings
 from ...core.samples_file import Sample, SampleRun, SamplesFile, StepSamples, files_in, frame, frames_in
@@ -37,7 +37,7 @@ _NEWEST_FILES = 3
 """Number of the newest files in which a new store looks for the samples of the steps whose tokens it has."""
 
 
-class Samples:
+class SampleWriter:
     """Writes the samples of committed steps.
 
     Args:
@@ -64,7 +64,7 @@ class Samples:
             )
 
     def take(self, state: State, number: int) -> None:
-        """Note the groups of the steps up to ``number`` that have no samples.
+        """Note the groups of the steps up to ``number`` that have no samples yet.
 
         Call it before the commit of ``number``, which may delete their tokens, and after the store has been opened.
         """
@@ -76,6 +76,8 @@ class Samples:
 
         A failure is logged once, and costs only the samples: the run goes on without them.
         """
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, {}
         for step in sorted(step for step in waiting if step <= committed):
             with self._reported():
@@ -86,16 +88,16 @@ class Samples:
     def _reported(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # whatever it is, no run ends for its samples
             if not self._failed:
-                self._failed = True
-                _log.warning("samples of steps are not kept: %s: %s; the run goes on", self._folder, error.strerror)
+                self._failed, unforeseen = True, not isinstance(error, OSError)
+                _log.warning("samples of steps are not kept: %s; the run goes on", error, exc_info=unforeseen)
 
     def _append(self, data: bytes) -> None:
+        if len(data) > self._limit:
+            return
         while self._total + len(data) > self._limit and self._thin():
             pass
-        if self._total + len(data) > self._limit:  # the samples of one step are larger than the limit
-            return
         if self._file is None or self._size + len(data) > self._limit // _FILES:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._file, self._size = SamplesFile(_newest(self._folder) + 1, 1), 0
@@ -103,8 +105,9 @@ class Samples:
         try:
             _write(self._folder / file.name, data, os.O_APPEND)
         except OSError:
-            os.truncate(self._folder / file.name, self._size)  # nothing may follow a torn frame
-            self._file = file
+            with contextlib.suppress(OSError):  # if this fails, the next sample begins a file
+                os.truncate(self._folder / file.name, self._size)  # nothing may follow a torn frame
+                self._file = file
             raise
         self._file = file
         self._size += len(data)
@@ -188,8 +191,11 @@ def _advantage(track: TrajectoryState, settings: TrainerSettings) -> float | Non
     own = rewards[counted.index(track)]
     if len(rewards) < 2:
         return 0.0
-    spread = stdev(rewards) + settings.advantage_floor if settings.advantage_std else 1.0
-    return (own - fmean(rewards)) / spread
+    mean = sum(rewards) / len(rewards)
+    if not settings.advantage_std:
+        return own - mean
+    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+    return (own - mean) / (sqrt(variance) + settings.advantage_floor)
 
 
 def _paths(track: TrajectoryState) -> Iterator[tuple[bytes, tuple[SampleRun, ...]]]:

@@ -13,10 +13,10 @@ from ...core.sample_texts import Decode, DecodedSample, decoded
 from ...core.samples_file import StepSamples, kept_steps, read_steps
 from ...core.types import OperationFailed, UsageError
 from ...roles.models.tokenizer import open_tokenizer
-from ...roles.trajectories.samples import step_samples
+from ...roles.trajectories.sample_writer import step_samples
 from ..agents.episodes import read_store
 from ..common.output import print_json, show
-from ..views.samples import PageSamples, samples_view
+from ..views.sampled_answers import PageSamples, samples_view
 
 MAX_PAGE_SAMPLES = 1000
 """Maximum number of samples in a page."""
