@@ -27,7 +27,7 @@ FIXED_KEYS = ("run.name", "run.seed", "cluster.kind", "model", "task", "sampling
 """Keys of job.toml that a resume cannot change, since checkpoints and stored trajectories depend on their values."""
 CHANGEABLE_KEYS = ("model.max_length",)
 """Keys of the tables in ``FIXED_KEYS`` that a resume can change nevertheless."""
-KEYS_WITH_NAMES = ("sampling.extras",)
+KEYS_WITH_NAMES = ("sampling.extras", "task.rewards")
 """Tables in ``FIXED_KEYS`` whose keys are names that the user chose, so that an additional key is a change."""
 LENGTH_KEYS = (("run", "steps"), ("cluster", "walltime"))
 """Keys that make a run longer. If a resume sets only these keys, the job is not compared with the job of the run."""

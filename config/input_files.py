@@ -36,9 +36,10 @@ class InputChanged(UsageError):
 def check_inputs(run: RunDir, spec: RunSpec) -> None:
     """Compare all input files of a run with their records (:func:`check_input`)."""
     tasks = (spec.task, spec.eval.task if spec.eval is not None else None)
-    for path in (*(task.file for task in tasks if task is not None), spec.model.path):
-        if path is not None:
-            check_input(run, Path(path))
+    for path in [source.path for task in tasks if task is not None for source in task.sources]:
+        check_input(run, Path(path))
+    if spec.model.path is not None:
+        check_input(run, Path(spec.model.path))
 
 
 def check_input(run: RunDir, path: Path) -> None:

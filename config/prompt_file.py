@@ -1,4 +1,4 @@
-"""Read and check the file of ``[task] file``, whose rows have named columns, as JSON lines or parquet.
+"""Read and check a file of prompts, whose rows have named columns, as JSON lines or parquet.
 
 All rows are checked before the first use. Later, a row is read when it is needed, so that a file may be larger than the
 memory of a process. The file must not change during a run (:mod:`.input_files`).

@@ -25,7 +25,7 @@ class RewardTerm(Struct, frozen=True):
 
 
 class TaskSpec(Struct, frozen=True):
-    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset, file or function."""
+    """The source of prompts and rewards (:class:`rrl.config.job.schema.TaskTable`): a dataset, files or a function."""
 
     dataset: str | None = None
     args: dict[str, Any] = {}  # read by the dataset or the function only
@@ -42,8 +42,13 @@ class TaskSpec(Struct, frozen=True):
     partial_credit: float = 0.0
 
     @property
+    def sources(self) -> tuple[TaskFile, ...]:
+        """Return the prompt files; ``file`` is a single one without a name."""
+        return self.files if self.file is None else (TaskFile(self.file, ""),)
+
+    @property
     def required_columns(self) -> tuple[str, ...]:
-        """Return the columns that a row of ``file`` needs beside the columns of the prompt."""
+        """Return the columns that a row of a file needs beside the columns of the prompt."""
         named = self.partial_credit or self.answer_column != TaskSpec().answer_column
         scored = self.reward is not None or self.rewards
         return () if scored and not named else (self.answer_column,)

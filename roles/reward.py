@@ -86,11 +86,11 @@ class Scorer:
     def _score(self, item: ToScore) -> Score:
         has_timer = any(signal.getitimer(signal.ITIMER_REAL))
         try:
-            rewards = score_of(self._task_of(item), item.item, self._tokenizer.decode(item.tokens))
+            scored = score_of(self._task_of(item), item.item, self._tokenizer.decode(item.tokens))
         finally:
             if not has_timer:  # a timer that the scorer leaves running would interrupt rrl's own code
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        return Score(item.trajectory, *rewards)
+        return Score(item.trajectory, *scored)
 
     def _task_of(self, item: ToScore) -> Task:
         return self._evaluation_task if item.evaluation and self._evaluation_task is not None else self._task

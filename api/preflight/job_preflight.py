@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ...cluster.slurm.site import JobLimits, Limit, read_limits
 from ...config.import_paths import ENGINES, EngineRow
-from ...config.job.document import JobDocument
+from ...config.job.document import JobDocument, dotted_key
 from ...config.job.resolve import resolve_for_submission
 from ...config.job.roles import RolloutRole
 from ...config.job.schema import Job
@@ -169,7 +169,7 @@ def _doubts(document: JobDocument, problems: Sequence[Problem], note: str) -> li
     """Return the problems as warnings with a note. Raises UsageError, without the note, if some are certain."""
     if certain := [with_location(document, problem) for problem in problems if problem.certain]:
         raise UsageError("\n".join(certain))
-    return [f"{'.'.join(problem.key)}: {problem.text}{note}" for problem in problems]
+    return [f"{dotted_key(problem.key)}: {problem.text}{note}" for problem in problems]
 
 
 def _missing_paths(job: Job, document: JobDocument) -> list[str]:

@@ -12,10 +12,12 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from ...cluster.traits import ClusterTraits
 from ...config.job.schema import Job, TaskTable
+from ...config.job.task_rules import prompt_files
 from ...config.model_size import weight_count
 from ...config.prompt_file import PromptFileError, open_rows
 from ...core.run_spec import RoleSpec, RunSpec
@@ -107,21 +109,24 @@ def task_file_problems(job: Job) -> list[Problem]:
     """
     readers = (job.roles.trajectories, job.roles.reward)
     here = job.cluster.traits.roles_run_here and all(role.launcher == "direct" for role in readers)
-    tasks = {("task", "file"): job.task, ("eval", "task", "file"): job.eval.task if job.eval is not None else None}
-    found = (_task_file_problem(key, task, here) for key, task in tasks.items() if task is not None)
+    tasks = {("task",): job.task, ("eval", "task"): job.eval.task if job.eval is not None else None}
+    found = (
+        _task_file_problem((*table, *key), path, task, here)
+        for table, task in tasks.items()
+        if task is not None
+        for key, path in prompt_files(task)
+    )
     return [problem for problem in found if problem is not None]
 
 
-def _task_file_problem(key: tuple[str, ...], task: TaskTable, here: bool) -> Problem | None:
-    if task.file is None:
-        return None
-    if not Path(task.file).exists():
+def _task_file_problem(key: tuple[str | int, ...], path: str, task: TaskTable, here: bool) -> Problem | None:
+    if not Path(path).exists():
         text = "does not exist" if here else "does not exist on this machine"
-        return Problem(key, f"{task.file!r} {text}{'; name a file that does' if here else ''}", certain=here)
-    spec = TaskSpec(answer_column=task.answer_column, reward=task.reward, partial_credit=task.partial_credit)
+        return Problem(key, f"{path!r} {text}{'; name a file that does' if here else ''}", certain=here)
+    spec = msgspec.convert(task.model_dump(), TaskSpec)
     named = (task.answer_column,) if "answer_column" in task.model_fields_set else spec.required_columns
     try:
-        open_rows(Path(task.file), task.prompt, named)
+        open_rows(Path(path), task.prompt, named)
     except PromptFileError as error:
         return Problem(key, str(error), certain=here or not error.missing_package)
     return None

@@ -198,13 +198,14 @@ def report(
 ) -> None:
     """Account for a run: effective training time, time lost by cause and by stage, and GPU-hours (docs/report.md).
 
-    The page also has a lane for each replica, decisions with their evidence, and curves. Only the journal is read, so
-    the run may be at work or have ended.
+    Two runs are compared: rewards and evaluations at equal steps and at equal times, and the keys of job.toml that
+    differ. The page also has a lane for each replica, decisions with their evidence, and curves. Only files of the runs
+    are read, so a run may be at work or have ended.
 
     \b
     rrl report quick                        how the time of a run was used
     rrl report quick --html quick.html      the same as a page
-    rrl report quick slow                   two runs side by side
+    rrl report quick slow                   the same of two runs, and how they compare
     """
     from ..results import reports as command
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -70,8 +70,8 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         return TaskReport(not_tried="the folder of [model] path does not exist on this machine")
     tasks = {"task": spec.task, "eval.task": spec.eval.task if spec.eval is not None else None}
     for table, task in tasks.items():
-        if task is not None and task.file is not None and not Path(task.file).exists():
-            return TaskReport(not_tried=f"the file of [{table}] does not exist on this machine")
+        if task is not None and not all(Path(source.path).exists() for source in task.sources):
+            return TaskReport(not_tried=f"a file of [{table}] does not exist on this machine")
     folder = path.absolute().parent
     command: Sequence[str] = (role.argv[0], "-P", "-B", "-m", _TRIAL_MODULE)  # -B: writes no __pycache__ there
     if here and (script := prelude(spec.env)):  # [env] is for the nodes; a login node may differ from them
@@ -79,7 +79,7 @@ def try_task(job: Job, spec: RunSpec, path: Path) -> TaskReport:
         command = ("bash", "-c", 'exec 3>&2 4>&2; exec "$@"', "rrl", *wrap(script, 3, 4, command))
     env = environment(spec, role.per_member, str(folder)) | select_variables(spec.env.passed, os.environ) | role.env
     request = msgspec.json.encode(TrialRequest(spec, str(folder), DEADLINE_S)).decode()
-    source = source_key(spec)
+    source = source_key(spec.task)
     try:
         ended = run(command, DEADLINE_S + _KILL_MARGIN_S, env=env, cwd=str(folder), stdin_text=request)
         # the commands of [env] may print lines before the result
@@ -107,21 +107,19 @@ def _death_text(ended: CommandResult) -> str:
 
 
 def _sample_text(sample: Sample) -> str:
+    name = f"item {sample.item}{f' of {sample.source}' if sample.source else ''}"
     if not sample.prompt_tokens:  # the item is for an agent, which makes the prompts itself
-        return f"item {sample.item}  {_shown(sample.prompt)}"
-    lines = [
-        f"item {sample.item}",
-        f"  prompt        {_shown(sample.prompt)}  ({plural(sample.prompt_tokens, 'token')})",
-    ]
+        return f"{name}  {_shown(sample.prompt)}"
+    lines = [name, f"  prompt        {_shown(sample.prompt)}  ({plural(sample.prompt_tokens, 'token')})"]
     if sample.answer:
         lines.append(f"  right answer  {_shown(sample.answer)}  ({plural(sample.answer_tokens, 'token')})")
     if sample.scored != sample.answer:
         lines.append(f"  scored as     {_shown(sample.scored)}")
     if sample.rewards is not None:
-        lines.append(f"  reward        {_reward_text(sample.rewards)}")
+        lines.append(f"  reward        {_reward_text(sample.rewards, sample.parts)}")
     if sample.wrong_rewards is not None:
         lines.append(f"  wrong answer  {_shown(sample.wrong) or '(empty)'}")
-        lines.append(f"  reward        {_reward_text(sample.wrong_rewards)}")
+        lines.append(f"  reward        {_reward_text(sample.wrong_rewards, sample.wrong_parts)}")
     return "\n".join(lines)
 
 
@@ -131,6 +129,7 @@ def _shown(text: str) -> str:
     return escaped_lines(shown).replace("\n", "\n" + " " * 16)
 
 
-def _reward_text(rewards: tuple[float, float]) -> str:
+def _reward_text(rewards: tuple[float, float], parts: Mapping[str, float]) -> str:
     reported, trained = rewards
-    return f"{reported:g}" if reported == trained else f"{reported:g}, trained on {trained:g}"
+    text = f"{reported:g}" if reported == trained else f"{reported:g}, trained on {trained:g}"
+    return f"{text}  ({', '.join(f'{name} {part:g}' for name, part in parts.items())})" if parts else text

@@ -17,15 +17,17 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...config.import_paths import ENGINE_ARGUMENTS, LOSS_ARGUMENTS, SLEEPING
 from ...core.run_spec import ModelSpec, RunSpec
+from ...core.task_spec import TaskSpec
 from ...core.text import shortened
 from ...roles.agents.user_function import load_agent
 from ...roles.launcher.end_report import described, place_of
 from ...roles.models.chat import open_chat
-from ...roles.models.rewards import InvalidReward
-from ...roles.models.tasks import Task, TaskError, import_row, load_evaluation_task, load_task, score_of
+from ...roles.models.rewards import InvalidReward, Scored
+from ...roles.models.tasks import Task, TaskError, import_row, load_evaluation_task, load_task, score_of, source_of
 from ...roles.models.tokenizer import Tokenizer, UnencodableText, open_tokenizer
 from ...roles.trajectories.prompts import MAX_ITEMS_WITHOUT_PROMPT, UnfitPrompt, prompt_encoder
 
@@ -37,10 +39,10 @@ _T = TypeVar("_T")
 _PIECES = ("model", "tokenizer", "pieces")
 
 
-def source_key(spec: RunSpec) -> tuple[str, str]:
-    """Return the key of job.toml that names the user's code in the task, else the task's source."""
-    task = spec.task
-    return "task", "function" if task.function else "reward" if task.reward else "file" if task.file else "dataset"
+def source_key(task: TaskSpec, table: Sequence[str] = ("task",)) -> tuple[str, ...]:
+    """Return the key of job.toml that names the user's code in a task, else the task's source."""
+    keys = ("function", "reward", "rewards", "file", "files")
+    return *table, next((key for key in keys if getattr(task, key)), "dataset")
 
 
 class TrialRequest(Struct, frozen=True):
@@ -80,6 +82,12 @@ class Sample(Struct, frozen=True):
     """A wrong answer: the answer of another item, or an empty answer."""
     wrong_rewards: tuple[float, float] | None = None
     """The reported and the trained reward of ``wrong``; None if ``wrong`` was not scored."""
+    source: str = ""
+    """Name of the prompt file ([[task.files]]); empty for any other task."""
+    parts: dict[str, float] = {}
+    """The reported rewards of ``scored`` by name, if there are several ([task.rewards])."""
+    wrong_parts: dict[str, float] = {}
+    """Those of ``wrong``."""
 
 
 class TaskTrial(Struct, frozen=True):
@@ -120,7 +128,7 @@ class _Trial:
         self._job = request.job
         self._folder = Path(request.folder)
         self._deadline_s = request.deadline_s
-        self._source: tuple[str, ...] = source_key(self._job)
+        self._source: tuple[str, ...] = source_key(self._job.task)
         self._doing = "importing and building the task"
         self._warnings: list[str] = []
 
@@ -157,7 +165,9 @@ class _Trial:
         samples = tuple(self._score(task, tokenizer, items, index) for index in range(min(SAMPLES, len(items))))
         self._check_rewards(samples)
         if self._job.eval is not None:
-            self._try_evaluation(tokenizer)
+            evaluated = self._try_evaluation(tokenizer, prompt_encoder(self._job, tokenizer))
+            if self._job.kind("reward")[0].built_in:
+                self._rewards(evaluated, 0, "")
         return samples
 
     def _import(self, role: str, key: str, name: str, arguments: Sequence[str]) -> None:
@@ -174,19 +184,17 @@ class _Trial:
             raise _Failed(TaskProblem(self._source, f'{text}; add them, or remove trainer = ["rollout"] from [tags]'))
         self._source = source
 
-    def _try_evaluation(self, tokenizer: Tokenizer) -> None:
-        """Build the task of evaluations, make its first prompts, and score an empty answer to the first prompt."""
+    def _try_evaluation(self, tokenizer: Tokenizer, encode: Callable[[int, str], object]) -> Task:
+        """Build the task of evaluations, and make and encode its first prompts."""
         own = self._job.eval.task if self._job.eval is not None else None
-        self._source = ("eval",) if own is None else ("eval", "task", "reward") if own.reward else ("eval", "task")
+        self._source = ("eval",) if own is None else source_key(own, ("eval", "task"))
         self._doing = "importing and building the task of [eval]"
         with self._reports("building the task"):
             task, count = load_evaluation_task(self._job, tokenizer, self._folder)
-        encode = prompt_encoder(self._job, tokenizer)
         for number in range(min(count, ITEMS)):
             with self._reports(f"prompt({number}) of [eval]"):
                 encode(number, self._text(task.prompt, "prompt", number))
-        if self._job.kind("reward")[0].built_in:
-            self._rewards(task, 0, "")
+        return task
 
     def _try_agent(self, function: str | None) -> tuple[Sample, ...]:
         """Import the agent, and make its items, which need not be text of the model's vocabulary.
@@ -204,7 +212,10 @@ class _Trial:
         samples: list[Sample] = []
         for number in range(SAMPLES):
             with self._reports(f"prompt({number})"):
-                samples.append(Sample(number, self._text(task.prompt, "prompt", number), 0, "", 0, ""))
+                text = self._text(task.prompt, "prompt", number)
+                samples.append(Sample(number, text, 0, "", 0, "", source=source_of(task, number)))
+        if self._job.eval is not None:
+            self._try_evaluation(tokenizer, lambda _, text: text)
         return tuple(samples)
 
     def _build(self, tokenizer: Tokenizer) -> Task:
@@ -281,7 +292,7 @@ class _Trial:
             raise
         except BaseException as error:  # user code may raise anything
             if self._job.trainer.warm_start_steps and self._job.kind("trainer")[0].built_in:
-                self._source = ("task", "answer_column") if self._job.task.file else self._source
+                self._source = ("task", "answer_column") if self._job.task.sources else self._source
                 needed = "[roles.trainer] warm_start_steps needs answers"
                 text = f"answer({number}) raised {self._described(error)}; {needed}"
                 raise _Failed(TaskProblem(self._source, text)) from error
@@ -350,14 +361,15 @@ class _Trial:
         item, other = items[index], items[(index + 1) % len(items)]
         right, wrong = tokenizer.decode(item.answer_tokens), tokenizer.decode(other.answer_tokens)
         sample = Sample(item.number, item.prompt, item.prompt_tokens, item.answer or "", len(item.answer_tokens), right)
+        sample = replace(sample, source=source_of(task, item.number))
         if not self._job.kind("reward")[0].built_in:
             return sample
         if item.answer is not None:
-            sample = msgspec.structs.replace(sample, rewards=self._rewards(task, item.number, right))
+            scored = self._rewards(task, item.number, right)
+            sample = replace(sample, rewards=scored[:2], parts=scored.parts)
             if wrong and wrong != right:
-                sample = msgspec.structs.replace(
-                    sample, wrong=wrong, wrong_rewards=self._rewards(task, item.number, wrong)
-                )
+                scored = self._rewards(task, item.number, wrong)
+                sample = replace(sample, wrong=wrong, wrong_rewards=scored[:2], wrong_parts=scored.parts)
         if right == "" and item.answer is not None:
             return sample
         try:
@@ -366,13 +378,13 @@ class _Trial:
             if index == 0:
                 self._warnings.append(f"{failed.problem.text}; the group of such an answer is dropped")
             return sample
-        return sample if sample.wrong else msgspec.structs.replace(sample, wrong_rewards=empty)
+        return sample if sample.wrong else replace(sample, wrong_rewards=empty[:2], wrong_parts=empty.parts)
 
-    def _rewards(self, task: Task, number: int, answer: str) -> tuple[float, float]:
+    def _rewards(self, task: Task, number: int, answer: str) -> Scored:
         self._doing = call = f"score({number}, {shortened(answer)})"
         with self._reports(call):
-            rewards = score_of(task, number, answer)
-        return rewards
+            scored = score_of(task, number, answer)
+        return scored
 
     def _described(self, error: BaseException) -> str:
         """Return type, text, file and line of an exception of the user's code."""

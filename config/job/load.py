@@ -30,7 +30,7 @@ from .document import SpecError as SpecError
 from .document import dotted_key as _dotted
 from .render import as_value
 from .resolve import with_dependent_defaults
-from .schema import Job
+from .schema import Job, TaskTable
 from .validation import check
 
 _MAX_DEPTH = 50
@@ -119,12 +119,17 @@ def _with_absolute_paths(job: Job, folder: Path) -> Job:
     changes: dict[str, Any] = {}
     if job.model is not None and job.model.path is not None:
         changes["model"] = job.model.model_copy(update={"path": _absolute(job.model.path, folder)})
-    if job.task is not None and job.task.file is not None:
-        changes["task"] = job.task.model_copy(update={"file": _absolute(job.task.file, folder)})
-    if job.eval is not None and job.eval.task is not None and job.eval.task.file is not None:
-        task = job.eval.task.model_copy(update={"file": _absolute(job.eval.task.file, folder)})
-        changes["eval"] = job.eval.model_copy(update={"task": task})
+    if job.task is not None:
+        changes["task"] = _with_absolute_files(job.task, folder)
+    if job.eval is not None and job.eval.task is not None:
+        changes["eval"] = job.eval.model_copy(update={"task": _with_absolute_files(job.eval.task, folder)})
     return job.model_copy(update=changes) if changes else job
+
+
+def _with_absolute_files(task: TaskTable, folder: Path) -> TaskTable:
+    file = None if task.file is None else _absolute(task.file, folder)
+    files = tuple(one.model_copy(update={"path": _absolute(one.path, folder)}) for one in task.files)
+    return task.model_copy(update={"file": file, "files": files})
 
 
 def _absolute(path: str, folder: Path) -> str:

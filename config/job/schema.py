@@ -190,10 +190,11 @@ class TaskFileTable(Table):
     path: Annotated[str, AfterValidator(_rows_file)]
     """The file, as ``file`` of [task]."""
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,29}$")]
-    """Name of the source, by which rewards and evaluations are reported: a letter, then up to 29 lower-case letters,
-    digits, - and _."""
+    """A letter, then up to 29 lower-case letters, digits, - and _: the name of this source of prompts, by which rewards
+    and evaluations are reported."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Share of the prompts that come from this file, relative to the weights of the others."""
+    """Share of the prompts that come from this file, relative to the weights of the others; 0 for none of them. An
+    evaluation has as many prompts of each file instead."""
 
 
 class RewardTable(Table):
@@ -250,20 +251,21 @@ class EvalTable(Table):
     """Evaluations: the rollouts answer held-out prompts with the weights of one step (docs/evaluation.md).
 
     The weights before the first step, of every Nth step and of the last step are evaluated. During an evaluation the
-    trainer waits for its next batch.
+    trainer waits for its next batch, but never for agents outside of the run.
     """
 
     every: Annotated[int, Field(ge=1)]
     """Evaluate after every N training steps, before the first step and after the last step."""
     count: Annotated[int, Field(ge=1, le=100_000)] = task_spec.EvalSpec(1).count
-    """Number of prompts of an evaluation: the first items of its task; with a file, at most as many as it has rows."""
+    """Number of prompts of an evaluation: the first items of its task; with files, at most as many as they have rows,
+    and as many of each file as it has."""
     samples: Annotated[int, Field(ge=1, le=1024)] = task_spec.EvalSpec(1).samples
-    """Answers to each prompt."""
+    """Answers to each prompt; with agents, episodes of each item."""
     temperature: Annotated[float, Field(ge=0)] = task_spec.EvalSpec(1).temperature
     """Temperature of the answers; 0 takes the most likely tokens."""
     task: TaskTable | None = None
     """The prompts, with the keys of [task]. Default: the dataset of [task], with items that no step trains on. The rows
-    of a file come in the order of the file."""
+    of files come in the order of their files."""
 
 
 class ExtraTable(Table):
@@ -554,5 +556,5 @@ class Job(Table):
     def _scores_by_own_code(self) -> bool:
         """Return whether code of the user scores the answers: a task function, or a reward role's own program."""
         tasks = (self.task, self.eval.task if self.eval is not None else None)
-        own_task = any(task is not None and (task.function or task.reward) is not None for task in tasks)
+        own_task = any(task is not None and (task.function or task.reward or task.rewards) for task in tasks)
         return self.roles.reward.command is not None or own_task

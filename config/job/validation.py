@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from os.path import expanduser, normpath
 
 from ...cluster.traits import CLUSTERS
 from ...core.faults import (
@@ -23,11 +22,11 @@ from ...core.run_spec import MAX_SEGMENT_EXTRAS
 from ...core.units import duration_text, size_text
 from ..import_paths import ENGINES
 from ..model_folder import BUILT_MAX_LENGTH, SHAPE_KEYS
-from ..prompt_file import prompt_columns
 from .base import mistake
 from .resolve import node_groups
 from .roles import AgentsRole, CommandRole, ReplicaRange, Role, RolloutPool, TrainerRole, TrajectoriesRole
-from .schema import Job, PhaseTable, SamplingTable, TaskTable
+from .schema import Job, PhaseTable, SamplingTable
+from .task_rules import check_held_out, check_task
 
 MAX_BATCH_BYTES = 256 * 2**20
 """Maximum size of a batch in bytes, since a batch is one message
@@ -52,7 +51,8 @@ def check(job: Job) -> None:
     _work(job)
     _pools(job)
     _lending(job)
-    _task(job.task, ("task",))
+    if job.task is not None:
+        check_task(job.task, ("task",))
     _eval(job)
     _checkpoint_steps(job)
     _model(job)
@@ -111,19 +111,6 @@ def _work(job: Job) -> None:
         raise mistake(("model",), f"missing; {needs}; or set command in [roles.{built_in[0]}]")
 
 
-def _task(task: TaskTable | None, at: tuple[str, ...]) -> None:
-    """Check that every key of a task has an effect, and that the prompt names columns of the file."""
-    if task is None:
-        return
-    source = "dataset" if task.dataset is not None else "function" if task.function is not None else "file"
-    for key, sources in _SOURCES_OF_TASK_KEYS.items():
-        if source not in sources and getattr(task, key) != type(task).model_fields[key].default:
-            raise mistake((*at, key), f"has no effect with `{source}`; remove this key")
-    columns = prompt_columns(task.prompt) if source == "file" else {"": False}
-    if source == "file" and (not columns or "" in columns or any(name.isdecimal() for name in columns)):
-        raise mistake((*at, "prompt"), f'{task.prompt!r} must name a column of the file in braces: "{{question}}"')
-
-
 def _eval(job: Job) -> None:
     """Check that the prompts of evaluations are held out, and that every answer can be sampled and scored."""
     evaluation = job.eval
@@ -131,36 +118,18 @@ def _eval(job: Job) -> None:
         return
     if job.task is None:
         raise mistake(("eval",), "evaluates the trainer's steps, but there is no [task]; remove this table")
-    _task(evaluation.task, ("eval", "task"))
     if evaluation.task is None and job.task.dataset is None:
         source = "function" if job.task.function is not None else "file"
         raise mistake(
             ("eval", "task"),
             f"missing; the {source} of [task] is trained on: write a table [eval.task] with other prompts",
         )
-    if evaluation.task is not None and _same_file(evaluation.task.file, job.task.file):
-        raise mistake(("eval", "task", "file"), "is the file of [task], whose rows are trained on; name another file")
-    if evaluation.task is not None and evaluation.task.partial_credit:
-        raise mistake(("eval", "task", "partial_credit"), "has no effect: nothing is trained on; remove this key")
+    if evaluation.task is not None:
+        check_held_out(evaluation.task, job.task)
     if evaluation.samples > 1 and not evaluation.temperature:
         raise mistake(
             ("eval", "samples"), "would all be equal at temperature = 0; write samples = 1, or a temperature above 0"
         )
-
-
-def _same_file(one: str | None, other: str | None) -> bool:
-    """Return whether two paths name the same file, however they are spelled; symbolic links are not resolved."""
-    return one is not None and other is not None and normpath(expanduser(one)) == normpath(expanduser(other))
-
-
-_SOURCES_OF_TASK_KEYS = {
-    "answer_column": ("file",),
-    "reward": ("file",),
-    "args": ("dataset", "function"),
-    "size": ("dataset", "function"),
-    "prompt": ("dataset", "file", "function"),
-}
-"""The sources of a task for which each key of [task] is permitted."""
 
 
 def _model(job: Job) -> None:

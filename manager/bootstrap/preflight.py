@@ -56,7 +56,7 @@ such a start, Slurm tests reserved nodes too, which it otherwise leaves out (mea
 class Problem(Struct, frozen=True):
     """A problem of a job spec: the run cannot work, Slurm would not start the run, or a check was not possible."""
 
-    key: tuple[str, ...]
+    key: tuple[str | int, ...]
     """Key of job.toml that has to change; empty if the problem concerns no key."""
     text: str
     certain: bool = True

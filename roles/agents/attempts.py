@@ -45,7 +45,18 @@ class AgentContext(Struct, frozen=True):
 
 
 class _Failure(Exception):
-    """The attempt failed. The exception's text is the reason."""
+    """The attempt failed.
+
+    Args:
+        why: The reason.
+        error: What the agent raised; None if it raised nothing.
+        fault: The exception with which this process ends, if the agent's own code fails so in most attempts; None if
+            the failure is no fault of this code.
+    """
+
+    def __init__(self, why: str, error: BaseException | None = None, fault: BaseException | None = None) -> None:
+        super().__init__(why)
+        self.error, self.fault = error, fault
 
 
 class Attempts:
@@ -113,7 +124,9 @@ class Attempts:
             try:
                 reward = await self._run(item)
             except _Failure as failure:
+                # If the store has ended the attempt, its failure is a consequence, and the next line raises.
                 await self._ask(FailAttempt, item.episode, item.attempt, str(failure))
+                self._report(failure, item)
             else:
                 self._faults.append(False)
                 later = reward is None and self._context.settings.reward_timeout is not None
@@ -133,35 +146,30 @@ class Attempts:
             if self._stopping:
                 raise asyncio.CancelledError from None
             if limit.expired():
-                self._faults.append(False)
-                raise self._failure(
-                    f"the agent did not return within {duration_text(context.settings.timeout)}", item, None
-                ) from None
+                raise _Failure(f"the agent did not return within {duration_text(context.settings.timeout)}") from None
             error = as_exception(error)
             if isinstance(error, ProgramFailed):
                 why, environmental = str(error), error.environmental
             else:
                 raised = described(error, context.folder)
                 why, environmental = f"the agent raised {raised}", raised.environmental
-            self._faults.append(not environmental)
-            if 2 * sum(self._faults) > FAULTS_WINDOW:
-                self.error = error
-            raise self._failure(why, item, error) from None
-        return self._reward(returned, item)
+            raise _Failure(why, error, None if environmental else error) from None
+        return self._reward(returned)
 
-    def _reward(self, returned: Any, item: EpisodeItem) -> float | None:
+    def _reward(self, returned: Any) -> float | None:
         if returned is None:
             return None
         if (reward := finite_number(returned)) is not None:
             return reward
-        self._faults.append(True)
         problem = f"the agent returned {shortened(returned)}; return the reward, a finite number, or None"
-        if 2 * sum(self._faults) > FAULTS_WINDOW:
-            self.error = ValueError(problem)
-        raise self._failure(problem, item, None)
+        raise _Failure(problem, fault=ValueError(problem))
 
-    def _failure(self, why: str, item: EpisodeItem, error: BaseException | None) -> _Failure:
-        """Return the failure after updating the note; log only the first failure of each kind."""
+    def _report(self, failure: _Failure, item: EpisodeItem) -> None:
+        """Count a failure and update the note; log only the first failure of each kind."""
+        why, error = str(failure), failure.error
+        self._faults.append(failure.fault is not None)
+        if failure.fault is not None and 2 * sum(self._faults) > FAULTS_WINDOW:
+            self.error = failure.fault
         self.note = f"the newest failed attempt: {why}"
         kind = why if error is None else type(error).__name__
         if kind not in self._reported:
@@ -173,7 +181,6 @@ class Attempts:
                 why,
                 exc_info=None if isinstance(error, ProgramFailed) else error,
             )
-        return _Failure(why)
 
 
 def _contained_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:

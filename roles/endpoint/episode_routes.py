@@ -151,7 +151,7 @@ async def _fields(request: Request, keys: set[str]) -> dict[str, Any]:
     """Return the fields of the request's body, which may only have these names. Raises ApiError."""
     body = await read_body(request, _MAX_BODY_BYTES)
     try:
-        given = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        given = msgspec.json.decode(body or b"{}", type=dict[str, Any] | None) or {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ApiError(400, "the body must be a JSON object") from None
     if unknown := sorted(given.keys() - keys):

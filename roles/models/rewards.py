@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.text import shortened
 
 TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
+
+
+class Scored(NamedTuple):
+    """The rewards of an answer."""
+
+    reward: float
+    """The reward that is reported."""
+    training: float
+    """The reward that is trained on."""
+    parts: dict[str, float]
+    """The reported rewards of which ``reward`` is the weighted sum, by name (``[task.rewards]``); empty for others."""
 
 
 class InvalidReward(ValueError):

@@ -23,7 +23,7 @@ from ...core.run_spec import RunSpec
 from ...core.task_spec import TaskSpec
 from ...core.text import shortened
 from .file_task import FileTask, right_share
-from .rewards import two_rewards
+from .rewards import Scored, two_rewards
 from .tokenizer import Tokenizer
 
 _MAX_SHOWN_DATASETS = 5
@@ -46,14 +46,22 @@ class Task(Protocol):
         """Return a right answer, for a supervised warm start."""
         ...
 
-    def score(self, i: int, answer: str) -> tuple[float, float]:
+    def score(self, i: int, answer: str) -> tuple[float, float] | Scored:
         """Return the reward that is reported, and the reward that is trained on."""
         ...
 
 
-def score_of(task: Task, item: int, answer: str) -> tuple[float, float]:
+def score_of(task: Task, item: int, answer: str) -> Scored:
     """Score an answer, and check the result. Raises InvalidReward, and whatever the user's code raises."""
-    return two_rewards(task.score(item, answer), f"score({item}, {shortened(answer)})", task.score)
+    returned = task.score(item, answer)
+    if isinstance(returned, Scored):
+        return returned
+    return Scored(*two_rewards(returned, f"score({item}, {shortened(answer)})", task.score), {})
+
+
+def source_of(task: Task, item: int) -> str:
+    """Return the name of the prompt file of an item (``[[task.files]]``); empty for any other task."""
+    return task.source(item) if isinstance(task, FileTask) else ""
 
 
 class TaskError(ValueError):
@@ -79,7 +87,7 @@ def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = No
 
     Args:
         spec: The ``[task]`` table.
-        seed: Seed of the run; None to keep the rows of a file in their order.
+        seed: Seed of the run; None to keep the rows of files in their order.
         tokenizer: Splits answers into tokens for partial credit. If None, answers are split into words.
         folder: Folder of job.toml, from which a user's function is imported.
 
@@ -87,15 +95,16 @@ def load_task(spec: TaskSpec, seed: int | None, tokenizer: Tokenizer | None = No
         TaskError: The table is invalid.
     """
     split = tokenizer.encode if tokenizer else str.split
-    if spec.file is not None:
-        return _open_file(spec, seed, split, folder)
+    if spec.sources:
+        return _open_files(spec, seed, split, folder)
     assert seed is not None
     if spec.function is not None:
         return _call(spec.function, seed, spec.args, folder)
     if spec.dataset is None:
         raise TaskError(
             "dataset",
-            'missing; write dataset = "<reasoning-gym name>", file = "prompts.jsonl" or function = "module:function"',
+            'missing; write dataset = "<reasoning-gym name>", file = "prompts.jsonl", [[task.files]] or'
+            ' function = "module:function"',
         )
     return DatasetTask(
         spec.dataset,
@@ -113,21 +122,21 @@ def load_evaluation_task(
 ) -> tuple[Task, int]:
     """Return the task of a job's evaluations, and the number of prompts of an evaluation.
 
-    The items of a dataset are in no training step, because the dataset has a seed that no run has. The rows of a file
-    come in the order of the file. A function of the user gets the seed of the run.
+    The items of a dataset are in no training step, because the dataset has a seed that no run has. The rows of files
+    come in the order of their files. A function of the user gets the seed of the run.
 
     Raises:
         TaskError: The table is invalid.
     """
     assert job.eval is not None
     spec = job.eval.task or job.task
-    seed = None if spec.file is not None else job.seed if spec.function is not None else EVALUATION_SEED
+    seed = None if spec.sources else job.seed if spec.function is not None else EVALUATION_SEED
     try:
         task = load_task(spec, seed, tokenizer, folder)
     except TaskError as error:
         if job.eval.task is None:
             raise
-        raise TaskError(error.key, error.problem, error.missing_package, "eval.task") from error.__cause__
+        raise TaskError(error.key, error.problem, error.missing_package, f"eval.{error.table}") from error.__cause__
     size = len(task) if isinstance(task, FileTask) else spec.size if spec.dataset is not None else job.eval.count
     return task, min(job.eval.count, size)
 
@@ -145,26 +154,29 @@ def load_episode_items(job: RunSpec, tokenizer: Tokenizer, folder: Path) -> Call
     return lambda item, evaluation: (evaluated if evaluation else task).prompt(item)
 
 
-def _open_file(
+def _open_files(
     spec: TaskSpec, seed: int | None, split: Callable[[str], Sequence[object]], folder: Path | None
 ) -> FileTask:
-    """Return the task that ``[task] file`` describes.
+    """Return the task that ``[task] file`` or ``files`` describes.
 
     Raises:
-        TaskError: The file, one of its rows, or the function of ``reward`` is invalid.
+        TaskError: A file, one of its rows, or a reward function is invalid.
     """
-    assert spec.file is not None
     try:
-        rows = open_rows(Path(spec.file), spec.prompt, spec.required_columns)
+        files = [(file, open_rows(Path(file.path), spec.prompt, spec.required_columns)) for file in spec.sources]
     except PromptFileError as error:
-        raise TaskError("file", str(error), error.missing_package) from None
-    reward = None if spec.reward is None else import_function(spec.reward, folder, "reward")
+        raise TaskError("files" if spec.files else "file", str(error), error.missing_package) from None
+    rewards = {
+        name: (import_function(term.function, folder, table=f"task.rewards.{name}"), term.weight)
+        for name, term in spec.rewards.items()
+    }
     return FileTask(
-        rows,
+        files,
         seed,
         prompt=spec.prompt,
         answer_column=spec.answer_column,
-        reward=reward,
+        reward=None if spec.reward is None else import_function(spec.reward, folder, "reward"),
+        rewards=rewards,
         partial_credit=spec.partial_credit,
         split=split,
     )

@@ -247,8 +247,9 @@ class WorkQueue:
     ) -> list[TrajectoryState]:
         """Lease to a rollout its share of the waiting trajectories, or the first ones if lengths hardly differ.
 
-        Leasing stops at the first trajectory that a rollout with these weights may not work on. A turn is left to the
-        rollout that has its prefix, if that rollout also requests work (:func:`deal`).
+        Leasing stops at the first trajectory that a rollout with these weights may not work on, but skips the turns of
+        an evaluation of other weights. A turn is left to the rollout that has its prefix, if that rollout also requests
+        work (:func:`deal`).
         """
         popped: list[tuple[float, int, int, int]] = []
         leased: list[TrajectoryState] = []
@@ -261,7 +262,10 @@ class WorkQueue:
         ):
             if track.id not in candidates:
                 if not self._staleness.allows(track.group, weights):
-                    break
+                    if not track.group.is_evaluated:
+                        break
+                    popped.append(heappop(self._heap))
+                    continue
                 if not considered:
                     leased.append(self._lease(incarnation, track, weights))
                     continue

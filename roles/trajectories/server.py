@@ -25,7 +25,8 @@ from ...transport.control.sockets import CONTROL_BOUNDS, STORE_BOUNDS
 from ...transport.messages import Peers
 from ..checkpoints.retention import CheckpointCleaner, CommitStatus
 from ..launcher.end_report import exits_on_invalid_config
-from ..models.tasks import Task, TaskError, load_evaluation_task, load_task
+from ..models.file_task import FileMix
+from ..models.tasks import Task, TaskError, load_evaluation_task, load_task, source_of
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .durable.records import AnsweredBy, LogFormatError
 from .episodes.followers import TurnFollowers
@@ -432,24 +433,27 @@ def _prompts_and_evaluations(
         folder: The job's folder, for the files of its tasks.
     """
     if _episode_settings(job) is not None:  # agents make the prompts themselves
-        return _no_prompt, _evaluated_episodes(job, folder) if job.eval is not None else None
+        source = FileMix(job.task.files).source if job.task.files else lambda item: ""
+        return _unprompted(source), _evaluated_episodes(job, folder) if job.eval is not None else None
     with exits_on_invalid_config(TaskError):
         task = load_task(job.task, job.seed, tokenizer, folder)
     prompts = _checked_prompts(job, tokenizer, task)
     return prompts, _evaluations(job, tokenizer, folder) if job.eval is not None else None
 
 
-def _no_prompt(item: int) -> Prompt:
-    return Prompt(item, ())
+def _unprompted(source: Callable[[int], str]) -> Callable[[int], Prompt]:
+    """Return the function that makes the items of agents, which have no tokens but a source."""
+    return lambda item: Prompt(item, (), source(item))
 
 
 def _evaluated_episodes(job: RunSpec, folder: Path) -> EvaluationSettings:
     """Return the settings of the evaluations of a job with agents. Ends the process if their task is invalid."""
     assert job.eval is not None
     with exits_on_invalid_config(TaskError):
-        _, count = load_evaluation_task(job, None, folder)
+        task, count = load_evaluation_task(job, None, folder)
     agents: AnsweredBy = "own" if job.agents is not None else "outside"
-    return EvaluationSettings(job.eval, job.steps, job.seed, count, _no_prompt, job.sampling.max_new_tokens, agents)
+    items = _unprompted(lambda item: source_of(task, item))
+    return EvaluationSettings(job.eval, job.steps, job.seed, count, items, job.sampling.max_new_tokens, agents)
 
 
 def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable[[int], Prompt]:
@@ -457,7 +461,7 @@ def _checked_prompts(job: RunSpec, tokenizer: Tokenizer, task: Task) -> Callable
     encode = prompt_encoder(job, tokenizer)
 
     def prompt(item: int) -> Prompt:
-        return encode(item, task.prompt(item))
+        return msgspec.structs.replace(encode(item, task.prompt(item)), source=source_of(task, item))
 
     with exits_on_invalid_config():  # for example, the vocabulary lacks a character of every prompt
         first_item_with_prompt(prompt)

@@ -168,8 +168,8 @@ class Store:
             ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
-        self.episodes = Episodes(self, self._durable, self._staleness, self._work, episodes)
         self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.episodes = Episodes(self, self._durable, self._staleness, self._work, self.evaluations, episodes)
         self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record
         self._index()
@@ -461,9 +461,6 @@ class Store:
         """Count trajectories that were scored; a group whose trajectories all have a score can be bound."""
         groups: dict[Group, None] = {}
         for trajectory in trajectories:
-            if is_evaluated(trajectory):
-                self.evaluations.finish()
-                continue
             self._scoring.release(trajectory)
             groups[self._state.trajectories[trajectory].group] = None
         for group in groups:
@@ -475,18 +472,7 @@ class Store:
 
     def offer_scoring(self, trajectory: int) -> None:
         """Offer a complete trajectory to reward replicas."""
-        if is_evaluated(trajectory):
-            self.evaluations.offer_scoring(trajectory)
-        else:
-            self._scoring.offer(trajectory)
-
-    def offer_evaluated(self, episode: int) -> None:
-        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
-        self.evaluations.offer(episode)
-
-    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
-        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
-        return self.evaluations.free_episode(outside=outside)
+        self._scoring.offer(trajectory)
 
     def drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Drop a group without training on it.
@@ -644,7 +630,7 @@ class Store:
             opens: True if the request of an outside agent for an episode waits, so that the run holds it up.
         """
         if self.newest_version is None or self.evaluations.awaited(number - 1, self._state.fences.get(TRAINER, -1)):
-            return DataReport()
+            return DataReport(outside=self.episodes.evaluation_held_outside(now))
         groups, lacking = self._bindings.incomplete(index)
         missing = [[track for track in group.trajectories if track.score is None] for group in groups]
         waits = [[one for track in tracks if (one := self._held_outside(track, now, opens))] for tracks in missing]

@@ -18,10 +18,12 @@ from markupsafe import Markup, escape
 
 from ....core.sample_texts import DecodedSample, shortened_lines
 from ....core.text import escaped, plural, span
+from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.run_report import RunReport
 from ..formatting import stage
 from ..sampled_answers import PageSamples, scores_of
+from .comparison_tables import SIDES, comparison_tables
 from .drawing import CURVE_HEIGHT, LANE_HEIGHT, WIDTH, Axis, curve, lanes, marks
 from .tables import POOL_COLUMNS, amount, figures, percent, pool_cells
 
@@ -47,8 +49,10 @@ _SCRIPT = (Path(__file__).parent / "filter_samples.js.j2").read_text(encoding="u
 """Shows only the samples that contain the text of the box above them."""
 
 
-def page(reports: Sequence[RunReport], samples: Sequence[PageSamples] = ()) -> str:
-    """Return the HTML text of one report, or of two side by side, with samples of each run."""
+def page(
+    reports: Sequence[RunReport], samples: Sequence[PageSamples] = (), comparison: Comparison | None = None
+) -> str:
+    """Return the HTML text of one report, or of two side by side with their comparison, with samples of each run."""
     of_runs = [figures(report) for report in reports]
     rows = [(name, [values[row][1] for values in of_runs]) for row, (name, _) in enumerate(of_runs[0])]
     return _TEMPLATES.get_template("report.html.j2").render(
@@ -60,6 +64,9 @@ def page(reports: Sequence[RunReport], samples: Sequence[PageSamples] = ()) -> s
         script_digest=b64encode(sha256(_SCRIPT.encode()).digest()).decode(),
         rows=[row for row in rows if any(value != "–" for value in row[1])],
         title=" and ".join(report.run for report in reports),
+        comparison=[] if comparison is None else [one._asdict() for one in comparison_tables(comparison)],
+        comparison_notes=[] if comparison is None else comparison.missing,
+        sides=SIDES,
         width=WIDTH,
         lane_height=LANE_HEIGHT,
         curve_height=CURVE_HEIGHT,

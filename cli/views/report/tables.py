@@ -9,11 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ....core.text import span
+from ....manager.reporting.accounting.comparison import Comparison
 from ....manager.reporting.accounting.gpu_time import TrainerHours
 from ....manager.reporting.accounting.lost_time import ALL_STAGES, OTHER
 from ....manager.reporting.accounting.pool_use import PoolUse
 from ....manager.reporting.accounting.run_report import InterruptionReport, RunReport
 from ..formatting import plain_table, stage
+from .comparison_tables import SIDES, comparison_tables
 
 MAX_INTERRUPTIONS = 30
 """Maximum number of interruptions that the table shows; the JSON and the page have all."""
@@ -66,13 +68,15 @@ def interruptions_text(report: RunReport) -> str:
     return f"{len(report.interruptions)}{f' ({more})' if more else ''}"
 
 
-def report_view(reports: Sequence[RunReport]) -> RenderableType:
-    """Return the view of one report, or of two side by side."""
-    return Group(*_parts(reports))
+def report_view(reports: Sequence[RunReport], comparison: Comparison | None = None) -> RenderableType:
+    """Return the view of one report, or of two and their comparison."""
+    return Group(*_parts(reports, comparison))
 
 
-def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
+def _parts(reports: Sequence[RunReport], comparison: Comparison | None) -> Iterator[RenderableType]:
     yield _figures_table(reports)
+    if comparison is not None:
+        yield from _comparison(comparison, reports)
     for report in reports:
         name = f" of {report.run}" if len(reports) > 1 else ""
         if report.lost:
@@ -84,7 +88,7 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[RenderableType]:
         if report.interruptions:
             yield Text(f"\ninterruptions{name} (s)", "bold")
             yield from _interruptions(report.interruptions)
-    notes = dict.fromkeys(note for report in reports for note in report.missing)
+    notes = dict.fromkeys(note for report in (comparison, *reports) if report is not None for note in report.missing)
     if notes:
         yield Text()
         yield from (Text(f"· {note}", "bright_black") for note in notes)
@@ -101,6 +105,17 @@ def _figures_table(reports: Sequence[RunReport]) -> Table:
         if any(value != "–" for value in values):
             table.add_row(Text(name, "bright_black"), *map(Text, values))
     return table
+
+
+def _comparison(comparison: Comparison, reports: Sequence[RunReport]) -> Iterator[RenderableType]:
+    names = ", ".join(f"{side} is {report.run}" for side, report in zip(SIDES, reports, strict=True))
+    yield Text(f"\ncomparison: {names}", "bright_black")
+    for one in comparison_tables(comparison):
+        yield Text(f"\n{one.title}", "bold")
+        table = plain_table(one.columns[:1], one.columns[1:])
+        for first, *cells in one.rows:
+            table.add_row(Text(first), *map(Text, cells))
+        yield table
 
 
 def _lost_table(report: RunReport) -> Table:

@@ -26,6 +26,7 @@ from ..durable.groups import EpisodeState, Group, TrajectoryState, continued, is
 from ..durable.log import DurableState
 from ..durable.records import AttemptFailed, AttemptStarted, CallBlamed, DropCause, EpisodeFinished, ScoresRecorded
 from ..leases import WorkQueue
+from ..steps.evaluations import Evaluations
 from ..steps.staleness import StalenessLimit
 from ..types import Denied, Done, NotReady, Score
 from .requests import (
@@ -103,14 +104,6 @@ class StoreRules(Protocol):
         """Offer a complete trajectory to reward replicas."""
         ...
 
-    def offer_evaluated(self, episode: int) -> None:
-        """Offer an evaluated episode, whose attempt has ended without a result, to agents."""
-        ...
-
-    def evaluated_episode(self, *, outside: bool) -> TrajectoryState | None:
-        """Return the next evaluated episode that no agent works on, for an agent of the run or one outside of it."""
-        ...
-
 
 class _TimeLimits:
     """The time limits of attempts by agents outside of the run, and of rewards that come later.
@@ -157,6 +150,7 @@ class Episodes:
         durable: State and log of the store.
         staleness: Limit on the age of tokens.
         work: The queue of the turns that rollouts extend.
+        evaluations: The evaluations, whose episodes these rules hold for, too.
         settings: Settings of the episodes; None for a job without agents.
     """
 
@@ -166,9 +160,11 @@ class Episodes:
         durable: DurableState,
         staleness: StalenessLimit,
         work: WorkQueue,
+        evaluations: Evaluations,
         settings: EpisodeSettings | None,
     ) -> None:
         self._rules = rules
+        self._evaluations = evaluations
         self._durable = durable
         self._state = durable.state
         self._staleness = staleness
@@ -338,7 +334,7 @@ class Episodes:
         """
         weights = self._state.committed if self._rules.newest_weights is None else self._rules.newest_weights
         if evaluated or request is None:
-            track = self._rules.evaluated_episode(outside=evaluated)
+            track = self._evaluations.free_episode(outside=evaluated)
             if track is not None:
                 self._start(track, incarnation, weights, request)
             if track is not None or evaluated:
@@ -398,7 +394,7 @@ class Episodes:
         self._release(track)
         self._durable.write(AttemptFailed(track.id, episode.attempt, failures, reason, replay))
         if track.group.is_evaluated:
-            self._rules.offer_evaluated(track.id)
+            self._evaluations.offer(track.id)
         else:
             heappush(self._heap, (self._staleness.begun_with(track.group), track.id))
 
@@ -448,12 +444,20 @@ class Episodes:
             EpisodeFinished(number, attempt, counted, reward, request.later, unused)
         )  # one record, because a crash may occur between two records
         if reward is not None:
-            self._rules.scored((number,))
+            self._scored(current)
         elif request.later:
             self._limits.begin(number, attempt, self._settings.reward_timeout)
+        elif current.group.is_evaluated:
+            self._evaluations.offer_scoring(number)
         else:
             self._rules.offer_scoring(number)
         return Done()
+
+    def _scored(self, track: TrajectoryState) -> None:
+        if track.group.is_evaluated:
+            self._evaluations.finish()
+        else:
+            self._rules.scored((track.id,))
 
     def _current(self, number: int, attempt: int) -> TrajectoryState | Denied:
         """Return the episode if ``attempt`` is its newest attempt and is not over; otherwise return the refusal."""
@@ -491,7 +495,7 @@ class Episodes:
             known = track.score.reward
             return Done() if known == reward else Denied(f"the reward of episode {number} is {known} and cannot change")
         self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
-        self._rules.scored((number,))
+        self._scored(track)
         return Done()
 
     @property
@@ -514,6 +518,12 @@ class Episodes:
             if episode.request is None or not all(turn.finished for turn in episode.made):
                 return None
         return OutsideWait(kind, track.id, limit_s - left.get((track.id, episode.attempt), limit_s))
+
+    def evaluation_held_outside(self, now: float) -> OutsideWait | None:
+        """Return what the open evaluation lacks from outside of the run; None if the run can continue it now."""
+        lacking = [self.held_outside(episode, now) for episode in self._evaluations.unsettled_episodes]
+        waits = [wait for wait in lacking if wait is not None]
+        return max(waits, key=lambda wait: wait.seconds) if waits and len(waits) == len(lacking) else None
 
     def holders(self, track: TrajectoryState) -> list[Incarnation | None]:
         """Return who continues an episode that is not finished; None stands for work that no replica has taken."""

@@ -142,7 +142,7 @@ class Evaluations:
     @property
     def last_step(self) -> float:
         """The last step of the run; inf without evaluations."""
-        return inf if self._settings is None or self.is_outside else self._settings.steps
+        return inf if self._settings is None else self._settings.steps
 
     def unfinished(self, step: int, is_free: Callable[[Incarnation | None], bool]) -> tuple[int, bool]:
         """Return how many answers the awaited evaluation of a step lacks, and whether work on one of them is free.
@@ -298,6 +298,12 @@ class Evaluations:
             if answer is not None and answer.episode is not None and _is_free(answer):
                 return answer.episode
         return None
+
+    @property
+    def unsettled_episodes(self) -> list[TrajectoryState]:
+        """The episodes of the open evaluation that have no score and may get one."""
+        answers = self._state.answers.values()
+        return [one.episode for one in answers if one.episode is not None and not one.settled]
 
     def offer(self, episode: int) -> None:
         """Offer an episode, whose attempt has ended without a result, to agents."""

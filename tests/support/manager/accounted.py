@@ -6,7 +6,7 @@ from rrl.core.launch import ExitReason
 from rrl.core.types import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, Version
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting.run_report import Account, account
-from rrl.tests.support.cli.story import REPLICAS, Story
+from rrl.tests.support.cli.story import DEFAULT_RUN, REPLICAS, Story
 
 STEP_S = 3.0
 STAGES = {"detect": 0.4, "decide": 0.1, "queue": 2.0, "start": 4.0, "load": 1.0, "reconnect": 0.5}
@@ -14,9 +14,9 @@ STAGES = {"detect": 0.4, "decide": 0.1, "queue": 2.0, "start": 4.0, "load": 1.0,
 OUTAGE_S = sum(STAGES.values())
 
 
-def begun() -> Story:
+def begun(run: str = DEFAULT_RUN) -> Story:
     """Return a run whose trainer has just begun its first step."""
-    story = Story().requests_nodes().gets_nodes().wait(2)
+    story = Story(run).requests_nodes().gets_nodes().wait(2)
     for replica in REPLICAS:
         story.launches(replica)
     story.wait(5).joins("trajectories/0", "serve").joins("reward/0", "score").joins("trainer/0", "wait_data")

@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rrl.config.input_files import InputChanged, check_input
+from rrl.config.input_files import InputChanged, check_input, check_inputs
 from rrl.core.run_dir import RunDir
+from rrl.core.task_spec import EvalSpec, TaskFile, TaskSpec
+from rrl.tests.support.cli.story import job_view
 
 
 @pytest.fixture
@@ -77,3 +80,19 @@ def test_weights_and_other_files_of_a_model_may_change(run: RunDir, model: Path)
     (model / "model.safetensors").write_text("[]")
     (model / "README.md").write_text("a model")
     check_input(run, model)
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_each_of_several_prompt_files_is_an_input(run: RunDir, tmp_path: Path, changed: int) -> None:
+    files = [
+        TaskFile(str(tmp_path / f"{name}.jsonl"), name, weight)
+        for name, weight in zip("abcd", (1, 0, 1, 1), strict=True)
+    ]
+    for file in files:
+        Path(file.path).write_text("{}\n")
+    held_out = EvalSpec(1, task=TaskSpec(files=tuple(files[2:])))
+    job = msgspec.structs.replace(job_view(), task=TaskSpec(files=tuple(files[:2])), eval=held_out)
+    check_inputs(run, job)
+    Path(files[changed].path).write_text("[]\n")
+    with pytest.raises(InputChanged, match=f"{files[changed].path} has changed since"):
+        check_inputs(run, job)

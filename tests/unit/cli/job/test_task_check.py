@@ -354,6 +354,15 @@ def test_agents_are_imported_and_shown_two_items_that_need_not_be_text_of_the_vo
     assert "item 0  0\nitem 1  1\n" in checked.out
 
 
+def test_items_of_an_evaluation_of_agents_are_made(checked: Checked) -> None:
+    (checked.folder / "player.py").write_text(PLAYER)
+    held_out = AGENTS_JOB + '[eval]\nevery = 5\n[eval.task]\nfunction = "held_out:make"\n'
+    (checked.folder / "held_out.py").write_text(TASK)
+    assert checked.run(job=held_out) == 0, checked.err
+    (checked.folder / "held_out.py").write_text(TASK.replace("return str(i)", "return str(1 // i)"))
+    assert "prompt(0) of [eval] raised ZeroDivisionError" in checked.line(job=held_out)
+
+
 @pytest.mark.parametrize(
     ("player", "line"),
     [
@@ -474,6 +483,56 @@ def test_mistake_in_the_reward_function_of_a_file_is_one_line_at_its_key(
     refused = checked.line(job=REWARD_JOB)
     assert refused.startswith(f"{FILE_LINE + 1}: task.reward: ")
     assert line in refused
+
+
+FILES_JOB = FILE_JOB.replace(
+    'file = "prompts.jsonl"',
+    'files = [{ path = "prompts.jsonl", name = "one" }, { path = "more.jsonl", name = "two", weight = 2 }]\n'
+    'rewards.right.function = "rewarding:right"\n'
+    'rewards.short = { function = "rewarding:short", weight = 0.5 }',
+)
+REWARDS = (
+    "def right(answer, row):\n    return answer == str(row['answer'])\n\ndef short(answer, row):\n    return {short}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("short", "line"),
+    [
+        ("len(answer) < 2", ""),
+        ("1 / 0", ":{at}: task.rewards: score(0, '4') raised ZeroDivisionError: division by zero (rewarding.py:5)"),
+        ("None", ":{at}: task.rewards: the function of `rewards.short`, called with '4' and the row of item 0,"),
+    ],
+)
+def test_prompts_of_several_files_are_shown_with_their_source_and_the_parts_of_their_rewards(
+    checked: Checked, short: str, line: str
+) -> None:
+    rows_of(checked.folder, {"question": "2", "answer": 4}).rename(checked.folder / "more.jsonl")
+    rows_of(checked.folder, {"question": "5", "answer": 10})
+    (checked.folder / "rewarding.py").write_text(REWARDS.format(short=short))
+    code = checked.run(job=FILES_JOB)
+    if line:
+        assert (code, checked.err.count("\n")) == (2, 1)
+        assert line.format(at=FILE_LINE + 1) in checked.err
+        return
+    assert code == 0, checked.err
+    assert "item 0 of two\n  prompt        2  (1 token)" in checked.out
+    assert "item 1 of one\n" in checked.out
+    assert (
+        "  reward        1.5  (right 1, short 1)\n  wrong answer  10\n  reward        0  (right 0, short 0)\n"
+        in checked.out
+    )
+
+
+def test_a_bad_row_of_one_of_several_files_is_one_line_at_its_path(checked: Checked) -> None:
+    rows_of(checked.folder, {"question": "2", "reply": 4}).rename(checked.folder / "more.jsonl")
+    path = rows_of(checked.folder, {"question": "5", "answer": 10})
+    (checked.folder / "rewarding.py").write_text(REWARDS.format(short="1"))
+    named = FILES_JOB.replace("rewards.right", 'answer_column = "answer"\nrewards.right')
+    assert checked.line(job=named) == (
+        f'{FILE_LINE}: task.files[1].path: {path.with_name("more.jsonl")}:1: there is no column "answer";'
+        ' this row has "question", "reply"'
+    )
 
 
 @pytest.mark.parametrize("column", ["answer", "reply"])

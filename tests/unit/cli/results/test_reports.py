@@ -22,6 +22,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.sample_texts import DecodedSample, Turn
 from rrl.core.text import span
 from rrl.core.types import Outcome
+from rrl.manager.model import events as ev
 from rrl.manager.reporting.accounting.committed_steps import CommittedSteps
 from rrl.manager.reporting.accounting.run_report import account
 from rrl.manager.storage.journal import Journal
@@ -63,14 +64,52 @@ def test_command_prints_a_table_and_json(root: Path, capsys: pytest.CaptureFixtu
     interrupted().written(root)
     assert main.run(["report", "small"]) == 0
     assert "ETTR" in capsys.readouterr().out
-    assert main.run(["report", "small", "small", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["runs"]
-    assert first == second
+    assert main.run(["report", "small", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (first,) = printed["runs"]
+    assert printed["comparison"] is None
     stages = {stage for loss in first["lost"] for stage in loss["stages"]}
     assert stages == {"detect", "decide", "queue", "start", "load", "reconnect", "replay"}
     assert first["ettr"] == json.loads((root / first["run"] / "summary.json").read_text())["ettr"]
     assert main.run(["status", "small", "--json"]) == 0
     assert first["ettr"] == json.loads(capsys.readouterr().out)["pace"]["ettr"]
+
+
+def written(root: Path, story: Story, **trainer: object) -> RunDir:
+    """Write a run whose job.toml has these settings of the trainer."""
+    made = story.written(root)
+    made.resolved.write_text(json.dumps({"job": {"run": {"name": story.run[:5]}, "roles": {"trainer": trainer}}}))
+    return made
+
+
+def test_two_runs_are_compared_as_tables_json_and_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b]0;owned\x07<script>"
+    other = trained(begun("clean-1120-070000"), 1, 20)  # it goes on
+    other.record(ev.Evaluated(other.incarnation("trainer/0"), 4, {"reward": 0.5, "pass@1": 0.25}))
+    one = written(root, interrupted(), learning_rate=1e-6, loss="grpo")
+    clean = written(root, other, learning_rate=1e-5, loss=hostile)
+    assert main.run(["report", "small", "clean"]) == 0
+    shown = capsys.readouterr().out
+    assert f"comparison: A is {one.id}, B is {clean.id}" in shown
+    for text in ("rewards at equal steps", "at equal wall time", "figures at step 12", "keys that differ"):
+        assert f"\n{text}\n" in shown
+    assert re.search(r"\nroles.trainer.learning_rate +1e-06 +1e-05\n", shown)
+    assert "Only one of the runs has evaluations." in shown
+    assert "\x1b" not in shown
+    assert main.run(["report", "small", "clean", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    comparison = printed["comparison"]
+    assert [run["run"] for run in printed["runs"]] == [one.id, clean.id]
+    last = comparison["by_step"][-1]
+    assert (last["at"], [place["step"] for place in last["runs"]]) == (12, [12, 12])
+    assert last["runs"][0]["rewards"] == last["runs"][1]["rewards"]
+    assert last["runs"][0]["wall_s"] > last["runs"][1]["wall_s"], "the run with the failures was not slower"
+    target = root / "both.html"
+    assert main.run(["report", "small", "clean", "--html", str(target)]) == 0
+    page_text = target.read_text()
+    assert not any(tag == "script" for tag, _ in elements(page_text))
+    for text in ("rewards at equal steps", "roles.trainer.learning_rate"):
+        assert text in page_text
 
 
 def test_python_returns_the_same_report(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +142,11 @@ def _both(root: Path) -> list[str]:
     return ["report", "--json", "--html", str(root / "x.html")]
 
 
+def _twice(root: Path) -> list[str]:
+    run = interrupted().written(root)
+    return ["report", "small", str(run.path)]
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "word"),
     [
@@ -110,6 +154,7 @@ def _both(root: Path) -> list[str]:
         (_damaged, 2, "not a journal of rrl"),
         (_unwritable, 1, "x.html"),
         (_both, 2, "exclude each other"),
+        (_twice, 2, "small-1120-064114 is named twice; name another run to compare it with"),
     ],
 )
 def test_report_that_cannot_be_made_is_one_line_with_its_exit_code(

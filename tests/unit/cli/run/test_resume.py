@@ -297,6 +297,26 @@ def test_task_argument_with_the_name_of_a_model_key_may_not_change(
     assert printed == f"rrl: {ended.job}:12: task: is different in {RUN}; to change it start a new run\n"
 
 
+def test_reward_may_not_be_added(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
+    task = {"file": "prompts.jsonl", "rewards": {"right": {"function": "a:b"}}}
+    resolved["job"]["task"] = {
+        **resolved["job"]["task"],
+        **task,
+        "dataset": None,
+        "args": {},
+        "file": str(ended.job.with_name("a.jsonl")),
+    }
+    ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
+    dataset = 'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }\n'
+    files = 'file = "a.jsonl"\nrewards = { right = { function = "a:b" }, short = { function = "a:c" } }\n'
+    text = ended.job.read_text()
+    assert dataset in text
+    ended.job.write_text(text.replace(dataset, files))
+    printed = ended.refuses(capsys, "--job", str(ended.job))
+    assert printed == f"rrl: {ended.job}:12: task: is different in {RUN}; to change it start a new run\n"
+
+
 def test_run_without_its_job_spec_resumes_with_the_given_one(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     ended.run.job_toml.unlink()
     assert ended.refuses(capsys).endswith(

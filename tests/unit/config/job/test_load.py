@@ -114,6 +114,108 @@ WRONG: list[tuple[str, str, str]] = [
         " of [task] is trained on: write a table [eval.task] with other prompts",
     ),
     (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'function = "a:b"\n[roles.endpoint]\n[eval]\nevery = 5',
+        "job.toml:15: eval.task: missing; the function"
+        " of [task] is trained on: write a table [eval.task] with other prompts",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "a" }, { path = "b.jsonl", name = "a" }]',
+        'job.toml:13: task.files[1].name: "a" is the name of another file; write another name',
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        '[[task.files]]\npath = "a.jsonl"\nname = "a"\n[[task.files]]\npath = "./a.jsonl"\nname = "b"',
+        "job.toml:17: task.files[1].path: is named above; remove this file, and raise the weight of the other",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "a", weight = 0 }]',
+        "job.toml:13: task.files[0].weight: is 0 like that of all files, so nothing is trained on; raise one",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "a", weight = -1 }]',
+        "job.toml:13: task.files[0].weight: must be at least 0, not -1",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "A" }]',
+        'job.toml:13: task.files[0].name: must be a letter, then up to 29 lower-case letters, digits, - and _, not "A"',
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.txt", name = "a" }]',
+        "job.toml:13: task.files[0].path: 'a.txt' is not the name of a file that rrl reads; it must end with .jsonl or"
+        " .parquet",
+    ),
+    (
+        'dataset = "chain_sum"\nargs',
+        'files = [{ path = "a.jsonl", name = "a" }]\nargs',
+        "job.toml:14: task.args: has no effect with `files`; remove this key",
+    ),
+    (
+        "[task]\ndataset",
+        '[eval]\nevery = 5\ntask.files = [{ path = "a.jsonl", name = "a", weight = 2 }]\n[task]\ndataset',
+        "job.toml:14: eval.task.files[0].weight: has no effect: an evaluation has as many prompts of each file; remove"
+        " this key",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "a" }, { path = "b.jsonl", name = "b" }]\n[eval]\nevery = 5\n'
+        'task.file = "./b.jsonl"',
+        "job.toml:16: eval.task.file: is a file of [task], whose rows are trained on; name another file",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\n[eval]\nevery = 5\ntask.files = [{ path = "a.jsonl", name = "a" }]',
+        "job.toml:16: eval.task.files[0].path: is the file of [task], whose rows are trained on; name another file",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'files = [{ path = "a.jsonl", name = "a" }]\n[eval]\nevery = 5',
+        "job.toml:14: eval.task: missing; the file of [task] is trained on: write a table [eval.task] with other prompts",
+    ),
+    (
+        'dataset = "chain_sum"',
+        'dataset = "chain_sum"\nrewards.right.function = "a:b"',
+        "job.toml:14: task.rewards: has no effect with `dataset`; remove this key",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\nreward = "a:b"\nrewards.right.function = "a:b"',
+        "job.toml:14: task.reward: is the only reward, but there is [task.rewards] too; remove one of both",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\npartial_credit = 0.5\nrewards.right.function = "a:b"',
+        "job.toml:14: task.partial_credit: is not added to several rewards: return two numbers in one of them; remove"
+        " this key",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\n[task.rewards.right]\nfunction = "a:b"\nweight = 0',
+        "job.toml:16: task.rewards.right.weight: is 0 like that of all rewards, so all answers would be equal; write"
+        " another number for one",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\nrewards.right = { function = "a:b", weight = inf }',
+        "job.toml:14: task.rewards.right.weight: is inf; write a finite number",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\nrewards.source_b.function = "a:b"',
+        "job.toml:14: task.rewards.source_b: reward_source_b is the name of another figure of a step; rename this reward",
+    ),
+    (
+        'dataset = "chain_sum"\nargs = { min_terms = 2, seeds = [1, 2] }',
+        'file = "a.jsonl"\nrewards.Right.function = "a:b"',
+        "job.toml:14: task.rewards: 'Right' is not a valid name of a reward; use a letter, then up to 29 lower-case"
+        " letters, digits and _",
+    ),
+    (
         "[task]\ndataset",
         '[eval]\nevery = 5\ntask = { file = "a.jsonl", partial_credit = 0.5 }\n[task]\ndataset',
         "job.toml:14: eval.task.partial_credit: has no effect: nothing is trained on; remove this key",

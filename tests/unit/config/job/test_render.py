@@ -11,6 +11,7 @@ from rrl.config.job.load import resolved
 from rrl.config.job.render import as_toml
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
+from rrl.config.job.task_rules import check_held_out, check_task
 from rrl.core.run_spec import TrainerSettings
 from rrl.core.units import duration_text, seconds, size, size_text
 from rrl.tests.support.job_toml import JOB
@@ -52,6 +53,21 @@ def test_on_policy_job_is_written_and_read_again(given: dict[str, int]) -> None:
     assert after.sampling == before.sampling
     assert resolve(after, "python").sampling.ahead == 0, "rollouts would sample tokens that are too old for every step"
     assert resolve(job(), "python").sampling.ahead == 1
+
+
+def test_prompt_files_and_rewards_are_written_and_read_again() -> None:
+    files = [{"path": "/a.jsonl", "name": "a", "weight": 2.5}, {"path": "/b.parquet", "name": "b"}]
+    rewards = {"right": {"function": "my:right"}, "short": {"function": "my:short", "weight": -0.5}}
+    held_out = {"files": [{"path": "/c.jsonl", "name": "c"}], "rewards": rewards}
+    before = job(task={"files": files, "rewards": rewards}, eval={"every": 5, "task": held_out})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    for one in (before, after):
+        assert one.task is not None
+        assert one.eval is not None
+        assert one.eval.task is not None
+        check_task(one.task, ("task",))
+        check_held_out(one.eval.task, one.task)
+    assert (resolve(after, "python"), as_toml(after)) == (resolve(before, "python"), as_toml(before))
 
 
 def test_every_default_is_written() -> None:

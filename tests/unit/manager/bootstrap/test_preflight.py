@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.config.job.document import dotted_key
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.manager.bootstrap.preflight import Problem, SlurmAnswer, check_with_slurm
@@ -88,7 +89,7 @@ def test_mistake_is_reported_with_its_key_and_slurms_message(lab: SlurmLab) -> N
         },
     )
     reported = {
-        name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
+        name: [(dotted_key(problem.key), problem.text, problem.certain) for problem in problems]
         for name, problems in results.items()
     }
     invalid = "Slurm says for {}: invalid partition specified: {}; Invalid partition name specified"
@@ -119,7 +120,7 @@ def test_request_beyond_the_partition_is_reported_with_numbers(lab: SlurmLab) ->
         },
     )
     reported = {
-        name: [(".".join(problem.key), problem.text, problem.certain) for problem in problems]
+        name: [(dotted_key(problem.key), problem.text, problem.certain) for problem in problems]
         for name, problems in results.items()
     }
     assert reported == {
@@ -138,7 +139,7 @@ def test_request_that_would_stay_pending_forever_is_reported(lab: SlurmLab) -> N
         (results,) = problems_of(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
     finally:
         lab.slurm("scontrol", "delete", "partitionname=short")
-    assert [(".".join(problem.key), problem.text, problem.certain) for problem in results] == [
+    assert [(dotted_key(problem.key), problem.text, problem.certain) for problem in results] == [
         ("cluster.walltime", "1d for pool: partition short allows at most 10min", True),
         ("cluster", "5 nodes for pool: partition short allows a job at most 2", True),
     ]
@@ -213,7 +214,7 @@ def test_unknown_account_and_qos_are_reported_where_accounts_are_enforced(accoun
         accounting_lab, {"account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n'}
     )
     reported = {
-        name: [".".join(problem.key) for problem in problems if problem.certain] for name, problems in results.items()
+        name: [dotted_key(problem.key) for problem in problems if problem.certain] for name, problems in results.items()
     }
     assert reported == {"account": ["slurm.account"], "qos": ["slurm.qos"]}
     assert "Invalid account" in results["account"][0].text

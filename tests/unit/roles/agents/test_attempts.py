@@ -44,6 +44,8 @@ class RecordedResults:
                 self.finished.append((episode, attempt, reward))
                 self.later.append(later)
             case FailAttempt(_, episode, attempt, why):
+                if self.fenced:
+                    raise FencedAttempt("the evaluation is over")
                 self.failed.append((episode, attempt, why))
 
 
@@ -197,6 +199,16 @@ def test_returned_value_that_ends_the_program_fails_only_its_own_attempt() -> No
     store = RecordedResults()
     assert play(agent, store).error is None
     assert "return the reward, a finite number, or None" in store.failed[0][2]
+
+
+def test_failures_of_attempts_that_the_store_has_ended_are_no_faults_of_the_agent() -> None:
+    async def agent(item: str, base_url: str, api_key: str) -> float:
+        raise RuntimeError("403: attempt_over")
+
+    store = RecordedResults()
+    store.fenced = True
+    attempts = play(agent, store, episodes=2 * FAULTS_WINDOW)
+    assert (attempts.error, attempts.note) == (None, "")
 
 
 def test_fenced_attempt_ends_without_a_report() -> None:

@@ -121,7 +121,7 @@ def test_item_whose_text_cannot_be_made_is_dropped_and_another_one_is_served(tmp
     outside.store.close()
 
 
-def test_opener_gets_an_episode_of_the_evaluation_only_if_it_asks_for_one(tmp_path: Path) -> None:
+def test_opener_gets_an_episode_of_the_evaluation_only_on_request(tmp_path: Path) -> None:
     evaluations = evaluated("outside", samples=1, temperature=0.0)
     outside = Outside(
         tmp_path, lambda item, evaluation: f"{'held-out' if evaluation else 'item'} {item}", "", **evaluations

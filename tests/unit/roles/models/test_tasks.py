@@ -17,7 +17,7 @@ import pytest
 
 import rrl
 from rrl.core.run_spec import RunSpec, TokenizerSpec
-from rrl.core.task_spec import EvalSpec, TaskSpec
+from rrl.core.task_spec import EvalSpec, RewardTerm, TaskSpec
 from rrl.core.text import shortened
 from rrl.roles.models.rewards import finite_number
 from rrl.roles.models.tasks import TaskError, load_evaluation_task, load_task
@@ -398,6 +398,23 @@ def test_evaluations_of_a_file_have_its_first_rows_in_order(tmp_path: Path) -> N
     assert load_evaluation_task(evaluated_job(SPIRAL, TaskSpec(file=str(path)), count=99))[1] == 8
     with pytest.raises(TaskError, match=r"^\[eval.task\] file: .*missing.jsonl: cannot be read"):
         load_evaluation_task(evaluated_job(SPIRAL, TaskSpec(file=str(tmp_path / "missing.jsonl"))))
+
+
+def test_scores_have_the_parts_of_several_rewards(tmp_path: Path) -> None:
+    (tmp_path / "digits.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    (tmp_path / "parts_rewards.py").write_text(
+        "def right(answer, row):\n    return float(answer == row['answer'])\n"
+        "def short(answer, row):\n    return float(len(answer) < 4), 0.5\n"
+    )
+    terms = {"right": RewardTerm("parts_rewards:right"), "short": RewardTerm("parts_rewards:short", 0.5)}
+    task = load_task(TaskSpec(file=str(tmp_path / "digits.jsonl"), rewards=terms), 0, DIGITS, tmp_path)
+    scored = Scorer(task, DIGITS, tmp_path).score(
+        [ToScore(1, 0, DIGITS.encode("1")), ToScore(2, 0, DIGITS.encode("22"))]
+    )
+    assert scored.scores == [
+        Score(1, 1.5, 1.25, {"right": 1.0, "short": 1.0}),
+        Score(2, 0.5, 0.25, {"right": 0.0, "short": 1.0}),
+    ]
 
 
 def test_answers_of_an_evaluation_are_scored_by_its_own_task(tmp_path: Path) -> None:

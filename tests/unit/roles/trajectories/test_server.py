@@ -618,6 +618,23 @@ def test_prompt_of_any_length_is_accepted_if_the_model_is_the_users_own(tmp_path
     assert len(_prompts(tmp_path, trainer=own, rollout=own)(100).tokens) == 100
 
 
+@pytest.mark.parametrize("agents", [{}, {"agents": {"command": ["agent"]}}])
+def test_prompts_name_the_file_that_they_are_from(tmp_path: Path, agents: dict[str, Any]) -> None:
+    files = [{"path": str(tmp_path / f"{name}.jsonl"), "name": name} for name in ("even", "odd")]
+    for file in files:
+        Path(file["path"]).write_text('{"question": "1", "answer": "2"}\n')
+    held_out = [{"path": str(tmp_path / "held_out.jsonl"), "name": "new"}]
+    Path(held_out[0]["path"]).write_text('{"question": "3", "answer": "4"}\n')
+    pieces = {"pieces": "0123456789", "chat": {"user": "{content}", "assistant": "{content}"}}
+    model = {"max_length": 20, "tokenizer": pieces}
+    evaluation = {"every": 1, "task": {"files": held_out}}
+    job = _digits_job(task={"files": files}, roles=agents, model=model, eval=evaluation)
+    prompts, evaluations = server_module._prompts_and_evaluations(job, open_tokenizer(job.model), tmp_path)
+    assert [prompts(item).source for item in range(4)] == ["even", "odd", "even", "odd"]
+    assert evaluations is not None
+    assert evaluations.prompt(0).source == "new"
+
+
 class InThisProcess:
     """A dialer to a store in this process, which records the requests in ``calls``."""
 

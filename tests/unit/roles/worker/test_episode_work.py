@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TypeVar
 
 import msgspec
@@ -18,17 +17,19 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import RunSpec
+from rrl.core.types import Version
 from rrl.roles.launcher.end_report import Misuse
 from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
+from rrl.roles.trajectories.steps.evaluations import EvaluationSettings
 from rrl.roles.trajectories.store import Store
 from rrl.roles.worker import episode_work
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.episode_work import Episode
 from rrl.tests.support.listening_manager import TIMEOUT_S, eventually, lab
-from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store, sample
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, incarnation_of, lease
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, evaluated, open_agents_store, sample
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, TRAINER, incarnation_of, lease
 from rrl.tests.support.roles.worker_scene import Manager, Scene
 from rrl.transport.messages import Heartbeat
 
@@ -97,12 +98,19 @@ class Played:
         await eventually(lambda: any(one.phase == name for one in self.heartbeats), f"phase {name}")
 
 
-def play_program(scene: Scene, program: Program, then: Callable[[Played], Awaitable[None]], **agents: object) -> None:
+def play_program(
+    scene: Scene,
+    program: Program,
+    then: Callable[[Played], Awaitable[None]],
+    evaluations: EvaluationSettings | None = None,
+    **agents: object,
+) -> None:
     """Run a program as agents/0 until ``then`` has returned, and then request its stop."""
     write_atomically(scene.at.run.run_spec, msgspec.json.encode(job(**agents)))
 
     async def story() -> None:
-        store = open_agents_store(scene.at.run.store)
+        store = open_agents_store(scene.at.run.store, evaluations=evaluations)
+        store.report_versions(TRAINER, (Version(0, 1),))
         async with scene.manager_and(store) as manager:
             played, me = Played(store, manager), scene.worker(AGENTS)
             role = scene.start(me, lambda: program(me, played.reported))
@@ -164,10 +172,10 @@ def test_concurrent_episodes_are_limited_and_a_failed_one_frees_its_place(scene:
 
 
 def test_item_whose_text_cannot_be_made_fails_its_attempts_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def text(item: int) -> str:
+    def text(item: int, evaluation: bool) -> str:
         return sys.exit() if item == 0 else f"item {item}"
 
-    monkeypatch.setattr(episode_work, "load_task", lambda *_: SimpleNamespace(prompt=text))
+    monkeypatch.setattr(episode_work, "load_episode_items", lambda *_: text)
 
     def program(me: Worker, reported: queue.Queue[object]) -> None:
         for episode in me.episodes(at_most=1):
@@ -177,6 +185,22 @@ def test_item_whose_text_cannot_be_made_fails_its_attempts_only(scene: Scene, mo
         assert await played.tells() == "item 10"
 
     play_program(scene, program, then, retries=0)
+
+
+def test_program_learns_which_episodes_are_of_an_evaluation(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        episode_work, "load_episode_items", lambda *_: lambda item, evaluation: f"held-out: {evaluation}, {item}"
+    )
+
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=2):
+            reported.put((episode.split, episode.item))
+
+    async def then(played: Played) -> None:
+        assert await played.tells() == ("eval", "held-out: True, 0")
+        assert await played.tells() == ("train", "held-out: False, 0")
+
+    play_program(scene, program, then, evaluated("own", samples=1, temperature=0.0, count=1)["evaluations"])
 
 
 def test_attempt_beyond_its_time_limit_fails_and_its_later_end_is_ignored(scene: Scene) -> None:

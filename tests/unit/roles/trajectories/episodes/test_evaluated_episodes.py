@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rrl.core.types import Incarnation, Version
-from rrl.roles.trajectories.durable.records import EvaluationFinished
+from rrl.core.types import DataReport, Incarnation, OutsideKind, OutsideWait, Version
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, FinishEpisode, LeasedEpisodes, OpenEpisode, PostReward
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Denied, Done, NotReady, PartBound, Sampling, Scoring, Segment
+from rrl.roles.trajectories.types import Denied, Done, NotReady, Sampling, Scoring, Segment
+from rrl.tests.support.fake_disk import FakeDisk
 from rrl.tests.support.roles.trajectories.agents import (
     AGENTS,
     CREW,
@@ -43,6 +43,11 @@ from rrl.tests.support.roles.trajectories.crew import (
 )
 
 COUNT, SAMPLES, STEPS = 3, 2, 6
+DUE = [0, 2, 4, 6]
+COMPACTS = 1500
+"""Size (bytes) from which the log is compacted, several times in a run."""
+SPARSE = 7
+"""Every ``SPARSE``-th folder that a crash could leave is opened."""
 NEXT_TRAINER, NEXT_AGENTS = incarnation_of("trainer/0", 2), incarnation_of("agents/0", 2)
 ENDPOINT, NEXT_ENDPOINT = incarnation_of("endpoint/0"), incarnation_of("endpoint/0", 2)
 MEMBERS = (*CREW, ENDPOINT)
@@ -148,6 +153,8 @@ def test_turns_are_sampled_as_the_evaluation_says_and_only_with_its_weights(own:
     numbers = [ask(own, item), ask(own, item, "2"), ask(own, second)]
     late = own.lease(OTHER, 9, (), 1)
     assert (late.items, late.outdated) == ((), True), "a turn was leased with other weights"  # type: ignore[union-attr]
+    other = ask(own, next(one for one in episodes(own) if not one.evaluation))
+    assert [one.trajectory for one in lease(own, OTHER, 9, (), 1)] == [other], "other work waits for the evaluation"
     sampled = {one.trajectory: one.sampling for one in lease(own, ROLLOUT, weights=0)}
     assert all(sampling is not None and sampling.temperature == 0.5 for sampling in sampled.values())
     assert len({sampling.seed for sampling in sampled.values() if sampling is not None}) == len(numbers)
@@ -206,6 +213,18 @@ def test_reward_that_does_not_come_counts_as_unscored(own: Store) -> None:
     own.episodes.expire(90.0)
     metrics = own.evaluations.results[0].metrics
     assert (metrics["count"], metrics["unscored"], metrics["reward"]) == (1.0, 5.0, 1.0)
+
+
+def test_run_waits_outside_if_all_episodes_lack_a_reward_from_there(own: Store) -> None:
+    publish(own, 0)
+    items = episodes(own, COUNT * SAMPLES)
+    for place, item in enumerate(items):
+        assert own.data_report(1, None, 0.0, 9.0, False) == DataReport(), f"{place} episodes are finished"
+        sample(own, ask(own, item), 0)
+        assert answer(own, FinishEpisode(AGENTS, item.episode, 1, None, later=True)) == Done()
+    own.episodes.expire(0.0)
+    waits = own.data_report(1, None, 5.0, 9.0, False).outside
+    assert waits == OutsideWait(OutsideKind.REWARD, items[0].episode, 5.0)
 
 
 def test_next_agents_replica_takes_over_the_turns_of_a_dead_one(own: Store) -> None:
@@ -363,31 +382,36 @@ def _evaluated(store: Store) -> EpisodeItem | None:
 
 
 @pytest.mark.parametrize("mode", ["own", "outside"])
-def test_store_that_restarts_after_any_flush_has_each_result_once(tmp_path: Path, mode: str) -> None:
+def test_crash_of_the_store_at_any_call_leaves_each_result_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     made = {"own": open_own, "outside": open_outside}[mode]
-    folder = tmp_path / "store"
-    store = made(folder)
-    copies: list[tuple[Path, dict[int, EvaluationFinished]]] = []
+    disk = FakeDisk(tmp_path / "store", monkeypatch)
+    store = made(disk.folder, compact_from=COMPACTS)
+    known = [dict(store.evaluations.results)]
 
-    def copy() -> None:
-        target = tmp_path / f"copy{len(copies)}"
-        shutil.copytree(folder, target)
-        copies.append((target, dict(store.evaluations.results)))
+    def note() -> None:
+        known.append(dict(store.evaluations.results))
+        disk.note = len(known) - 1
 
-    _run(store, mode, copy)
-    assert list(store.evaluations.results) == [0, 2, 4, 6]
-    assert len(copies) > 40
-    for target, known in copies:
-        made(target).close()
-        again = made(target)
-        assert dict(again.evaluations.results) == known
+    _run(store, mode, note)
+    assert list(store.evaluations.results) == DUE
+    disk.recording = False
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda _: None)
+    tried = 0
+    crashes = disk.crash_folders(tmp_path, lambda start, end: ((start + end) // 2, end - 1))
+    for moment, _, folder in list(crashes)[::SPARSE]:
+        made(folder).close()  # which rewrites the log
+        again = made(folder)
+        assert again.evaluations.results.items() >= known[moment.note].items()
         _run(again, mode, lambda: None)
-        assert list(again.evaluations.results) == [0, 2, 4, 6], target
-        assert again.evaluations.results.items() >= known.items()
+        results, audit = again.evaluations.results, again.audit()
+        assert list(results) == DUE, (moment.number, moment.call)
+        assert results.items() >= known[moment.note].items()
         if mode == "own":
-            counts = {result.metrics["count"] for result in again.evaluations.results.values()}
-            assert counts == {COUNT * SAMPLES}
-        audit = again.audit()
+            assert {result.metrics["count"] for result in results.values()} == {COUNT * SAMPLES}
         assert (audit.trained, audit.dropped, audit.episodes["token_drift"]) == (STEPS * 4, {}, 0)
-        assert isinstance(again.part(TRAINER, STEPS), Denied | PartBound | NotReady)
         again.close()
+        tried += 1
+    assert tried > 30
