@@ -23,9 +23,9 @@ DROPPED = 3
 REFILL = f"[sampling]\nstream = true\nrefill = true\nrefill_limit = {DROPPED / GROUPS}"
 
 
-def _kill(run: TestRun, victim: ReplicaId, step: int) -> None:
-    """Kill a replica after a step, and wait for its next incarnation."""
-    before = run.wait(lambda state: state.step >= step and all_work(state)).replica(victim)
+def _kill(run: TestRun, victim: ReplicaId, after: int) -> None:
+    """Kill a replica once a step is committed, and wait for its next incarnation."""
+    before = run.wait(lambda state: state.step >= after and all_work(state)).replica(victim)
     assert before.pid is not None
     os.kill(before.pid, signal.SIGKILL)
     run.wait(lambda state: state.replica(victim).incarnation_number > before.incarnation_number)
