@@ -119,6 +119,7 @@ def test_store_log_of_another_format_is_one_line_and_exit_code_2(
     me = MagicMock(job=job, run_dir=run_dir)
     me.__exit__.return_value = False
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+    monkeypatch.setattr(server, "open_tokenizer", MagicMock())
     monkeypatch.setattr(server, "_prompts_and_evaluations", lambda *_: (None, None))
     with pytest.raises(SystemExit) as ended:
         server.main()
