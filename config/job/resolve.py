@@ -134,8 +134,6 @@ def with_dependent_defaults(job: Job) -> Job:
     """Return the job with the defaults of its roles that depend on other keys filled in."""
     is_trained = job.model is not None and job.model.path is not None
     of_trainer = _TRAINED_MODEL if is_trained else _BUILT_MODEL
-    if is_trained and job.model is not None and job.model.max_length is not None:
-        of_trainer = of_trainer | {"micro_batch_tokens": min(job.model.max_length, _PASS_TOKENS)}
     if is_trained and job.roles.trainer.lora is not None:
         of_trainer = of_trainer | {"learning_rate": _LORA_LEARNING_RATE}
     filled: dict[str, dict[str, Role]] = {"roles": {}, "rollouts": {}, "commands": {}}

@@ -144,7 +144,7 @@ class TrainerRole(Role):
     model is kept."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = _TRAINER.micro_batch_tokens
     """Tokens, prompts included, per rank in one forward and backward pass, whose gradients are accumulated; a longer
-    trajectory is alone. Default: all at once, or with [model] path max_length, but at most 8192."""
+    trajectory is alone. Default: all at once, or 8192 with [model] path."""
     activation_checkpointing: bool | None = None
     """Compute the activations of each layer again in the backward pass instead of keeping them; default: false, or true
     with [model] path."""

@@ -95,8 +95,6 @@ def test_model_folder_leaves_its_maximum_length_to_the_nodes() -> None:
 @pytest.mark.parametrize(
     ("model", "tokens", "recomputes"),
     [
-        ({"path": "/models/m", "max_length": 512}, 512, True),
-        ({"path": "/models/m", "max_length": 32_768}, 8192, True),
         ({"path": "/models/m"}, 8192, True),
         ({"hidden_size": 64}, None, False),
     ],
