@@ -19,6 +19,7 @@ import gc
 gc.disable()  # garbage collections would search a million objects of the imports, none of which can be freed
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,6 +54,7 @@ from .loss_function import load_loss
 from .packing import Example
 from .process_group import Gang, init_process_group, parts, wait_to_be_fenced
 from .publisher import Publisher
+from .utilization import Utilization
 
 gc.freeze()  # saves a third of the 4.2 s of processor time for imports and exit
 gc.enable()
@@ -226,13 +228,17 @@ def _train(
             with me.phase("checkpoint"):
                 saver.save(meta.digest, meta.metrics)
             break
+    utilization = Utilization(learner.model, gang.device, gang.world, compute_dtype(me.job.model))
     for part in parts(me, gang, after=learner.number) if lender is None else lender.parts(after=learner.number):
+        begun = time.monotonic()
         with me.phase("train"):
             if part.index == 0:
                 learner.open(part.number)
             with exits_on_invalid_config(TaskError):
                 learner.add(part)
+            lengths = [len(each.prompt) + len(each.tokens) for each in part.trajectories]
             if not part.last:
+                utilization.count(lengths, time.monotonic() - begun)
                 continue
             try:
                 metrics = learner.close()
@@ -240,6 +246,8 @@ def _train(
                 with me.phase("checkpoint"):
                     saver.finish()  # keeps the steps before this one, of which a checkpoint may not be due yet
                 raise
+        utilization.count(lengths, time.monotonic() - begun)
+        metrics |= utilization.take()
         if lender is not None:
             metrics |= lender.metrics()
         with me.phase("checkpoint"):

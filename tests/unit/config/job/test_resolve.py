@@ -93,11 +93,7 @@ def test_model_folder_leaves_its_maximum_length_to_the_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "recomputes"),
-    [
-        ({"path": "/models/m"}, 8192, True),
-        ({"hidden_size": 64}, None, False),
-    ],
+    ("model", "tokens", "recomputes"), [({"path": "/models/m"}, 8192, True), ({"hidden_size": 64}, None, False)]
 )
 def test_only_passes_of_a_model_folder_are_bounded_by_default(
     model: dict[str, Any], tokens: int | None, recomputes: bool
