@@ -92,14 +92,13 @@ def rank_memory(spec: RunSpec) -> RankMemory | None:
 def tokens_of_pass(spec: RunSpec) -> int:
     """Return the largest number of tokens of a rank's forward and backward pass.
 
-    That is a trajectory of the maximum length, or many of them, whose prompts are not counted if all are in one pass.
+    That is a trajectory of the maximum length, or many of them, at most a rank's share of a step. Their prompts are not
+    counted if all are in one pass.
     """
     longest = max_length(spec.model.path, spec.model.max_length)
     sampling, limit = spec.sampling, spec.trainer.micro_batch_tokens
-    if limit is None:
-        share = -(-sampling.prompts_per_step * sampling.group_size // spec.role(role_of(TRAINER)).ranks)
-        limit = share * min(sampling.max_new_tokens, longest)
-    return max(longest, limit)
+    share = -(-sampling.prompts_per_step * sampling.group_size // spec.role(role_of(TRAINER)).ranks)
+    return max(longest, share * min(sampling.max_new_tokens, longest) if limit is None else min(limit, share * longest))
 
 
 def _adapter_weights(spec: RunSpec, lora: LoraSpec) -> int:

@@ -114,6 +114,13 @@ def test_ranks_share_the_state_and_each_key_that_is_named_lowers_the_memory() ->
         assert line in memory_text(spec)
 
 
+def test_a_pass_has_at_most_the_share_of_a_rank() -> None:
+    for ranks in (1, 4):
+        spec = _spec(f"micro_batch_tokens = 1_000_000\nranks = {ranks}")
+        step = spec.sampling.prompts_per_step * spec.sampling.group_size * 64
+        assert tokens_of_pass(spec) == step // ranks
+
+
 def test_optimizer_in_host_memory_leaves_the_gpu() -> None:
     there, here = (rank_memory(_spec(f"gpus = 1\noffload_optimizer = {flag}")) for flag in ("true", "false"))
     assert there is not None
