@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -90,16 +91,36 @@ def adapted_shapes(folder: Path, targets: Sequence[str] = ()) -> dict[str, tuple
         for name, shape in _stored_shapes(folder).items()
         if name.endswith(".weight") and len(shape) == 2 and re.search(r"\.\d+\.", name)
     }
-    if not targets:
-        return matrices
-    chosen = [name for name in matrices if any(f".{name}".endswith(f".{target}") for target in targets)]
-    return {name: matrices[name] for name in chosen}
+    return {name: matrices[name] for name in targeted(matrices, targets)}
+
+
+def targeted(names: Iterable[str], targets: Sequence[str]) -> list[str]:
+    """Return those of the names of modules that ``targets`` name by their ends; all if there are no targets."""
+    return [name for name in names if not targets or any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def wrong_target(names: Collection[str], targets: Sequence[str]) -> str:
+    """Return why a target is wrong, if it matches none of the names of linear modules; else an empty text."""
+    for target in targets:
+        if not targeted(names, (target,)):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
+            return f"{target!r} is no linear module of the model that can be adapted; there are: {there}"
+    return ""
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a folder's files of weights; empty if these cannot be read."""
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        headers = [read_header(path) for path in weight_files(folder)]
-        return {name: tuple(one["shape"]) for header in headers for name, one in header.items()}
-    except (KeyError, TypeError, ValueError):
+        for path in weight_files(folder):
+            stat = path.stat()
+            shapes |= _shapes_in(path, stat.st_size, stat.st_mtime_ns)
+    except (OSError, KeyError, TypeError, ValueError):
         return {}
+    return shapes
+
+
+@lru_cache(maxsize=1024)  # a check of a job asks for the same files a dozen times, and a large model has hundreds
+def _shapes_in(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a file, which is read again if its size or modification time has changed."""
+    return {name: tuple(one["shape"]) for name, one in read_header(path).items()}

@@ -20,11 +20,11 @@ from ...cluster.slurm.site import JobLimits, Limit, read_limits
 from ...config.import_paths import ENGINES, EngineRow
 from ...config.job.document import JobDocument, dotted_key
 from ...config.job.resolve import resolve_for_submission
-from ...config.job.roles import LoraTable, RolloutRole
+from ...config.job.roles import RolloutRole
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
-from ...config.model_size import adapted_shapes, weight_count
+from ...config.model_size import adapted_shapes, weight_count, wrong_target
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import NodeGroup, RunSpec
 from ...core.types import UsageError
@@ -342,7 +342,7 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     if model is None or model.path is None:
         return []
     folder, rows = Path(model.path), map(_engine_row, job.rollout_roles().values())
-    trains = job.task is not None and job.roles.trainer.command is None
+    trains, lora = job.task is not None and job.roles.trainer.command is None, job.roles.trainer.lora
     computes = trains or any(row is not None and row.builds_model for row in rows)
     if not folder.exists():
         direct = all(role.launcher == "direct" for role in job.every_role().values())
@@ -357,20 +357,11 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
     elif job.sampling.max_new_tokens >= (longest := max_length(model.path, model.max_length)):
         text = f"{job.sampling.max_new_tokens} leaves no space for a prompt: the model takes {longest} tokens"
         problem = Problem(("sampling", "max_new_tokens"), f"{text} at most; lower it")
-    elif trains and (wrong_target := _wrong_target(folder, job.roles.trainer.lora)):
-        problem = Problem(("roles", "trainer", "lora", "targets"), wrong_target)
+    elif trains and lora is not None and (text := wrong_target(adapted_shapes(folder), lora.targets)):
+        problem = Problem(("roles", "trainer", "lora", "targets"), text)
     else:
         return []
     raise UsageError(with_location(document, problem))
-
-
-def _wrong_target(folder: Path, lora: LoraTable | None) -> str:
-    """Return why a target of adapters cannot be one, as far as the headers of the files of weights show it."""
-    for target in lora.targets if lora is not None else ():
-        if not adapted_shapes(folder, (target,)):
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted_shapes(folder)})) or "none"
-            return f"{target!r} is no linear module of the model that can be adapted; there are: {there}"
-    return ""
 
 
 def _check_learning(job: Job, spec: RunSpec) -> list[str]:

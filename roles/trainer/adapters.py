@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...config.model_size import targeted, wrong_target
 from ...core.run_spec import LoraSpec
 from ..checkpoints.adapter_files import A, B
 from ..models.policy import trained_parameters
@@ -35,16 +36,9 @@ def add_adapters(model: nn.Module, lora: LoraSpec) -> None:
         raise ValueError(f"[roles.trainer.lora]: {error}; pip install '.[lora]' in rrl's clone") from None
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    names = sorted({name.rpartition(".")[2] for name in linear})
-    for target in lora.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
-            there = ", ".join(names) or "none"
-            raise ValueError(
-                f"[roles.trainer.lora] targets: {target!r} is no linear module of the model that can be adapted; there"
-                f" are: {there}"
-            )
-    chosen = [name for name in linear if any(f".{name}".endswith(f".{target}") for target in lora.targets or names)]
-    if not chosen:
+    if text := wrong_target(linear, lora.targets):
+        raise ValueError(f"[roles.trainer.lora] targets: {text}")
+    if not (chosen := targeted(linear, lora.targets)):
         raise ValueError("[roles.trainer.lora]: the model has no linear modules to adapt; remove this table")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=chosen)  # type: ignore[arg-type]
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
