@@ -53,11 +53,9 @@ def check_input(run: RunDir, path: Path) -> None:
     """
     with suppress(OSError):  # who reads the file, or writes to the run directory, reports the error
         files = [file for file in (path, *(path / name for name in _MODEL_FILES)) if file.is_file()]
-        now = {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
-        record = run.input_record(str(path))
+        now, record = _stats(files), run.input_record(str(path))
         if now and not record.exists():
-            record.parent.mkdir(mode=0o700, exist_ok=True)
-            write_atomically(record, msgspec.json.encode((now, _digest(files))))
+            _write(record, now, _digest(files))
         before, digest = msgspec.json.decode(record.read_bytes(), type=_Record)
         if now and now != before and _digest(files) != digest:
             name = next(name for name in (*now, *before) if now.get(name) != before.get(name))
@@ -76,15 +74,14 @@ def weights_digest(run: RunDir, folder: Path) -> str:
         ValueError: The index of the files cannot be read.
     """
     files, record = weight_files(folder), run.input_record(f"{folder}/{WEIGHTS}")
-    now = {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    now = _stats(files)
     with suppress(OSError, msgspec.MsgspecError):
         recorded: _Record = msgspec.json.decode(record.read_bytes(), type=_Record)
         if recorded[0] == now:
             return recorded[1]
     digest = _digest(files)
     with suppress(OSError):  # the next start reads the files again
-        record.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(record, msgspec.json.encode((now, digest)))
+        _write(record, now, digest)
     return digest
 
 
@@ -107,6 +104,16 @@ def require_unchanged(path: Path) -> None:
         sys.stderr.write(f"rrl: {report.message}\n")  # not a log message, as in exit_invalid_config
         sys.stderr.flush()
         os._exit(INVALID_CONFIG_CODE)
+
+
+def _stats(files: Sequence[Path]) -> dict[str, tuple[int, int]]:
+    """Return size and modification time of each file by its name."""
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
+def _write(record: Path, stats: dict[str, tuple[int, int]], digest: str) -> None:
+    record.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(record, msgspec.json.encode((stats, digest)))
 
 
 def _digest(files: Sequence[Path]) -> str:
