@@ -14,15 +14,16 @@ import os
 from collections.abc import Iterator, Sequence
 from heapq import nlargest, nsmallest
 from itertools import groupby
-from math import sqrt
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 from ...core.run_spec import RunSpec, TrainerSettings
 from ...core.samples_file import Sample, SampleRun, SamplesFile, StepSamples, files_in, frame, frames_in
 from .durable.groups import Group, TrajectoryState
 from .durable.state import State
 from .durable.trained_samples import truncated_samples
+from .steps.figures import compared_rewards, spread
 from .types import NOT_SAMPLED
 
 _log = logging.getLogger("rrl.trajectories")
@@ -183,19 +184,11 @@ def _samples_of(track: TrajectoryState, settings: TrainerSettings | None) -> Ite
 
 def _advantage(track: TrajectoryState, settings: TrainerSettings) -> float | None:
     """Return the advantage of a trajectory over its group as the built-in trainer computes it; None if left out."""
-    drops = settings.truncated == "drop"
-    counted = [one for one in track.group.trajectories if not (drops and all(truncated_samples(one)))]
-    if track not in counted:
+    rewards = compared_rewards(track.group, ignores_truncated=settings.truncated == "drop")
+    if track.id not in rewards:
         return None
-    rewards = [one.score.training for one in counted if one.score is not None]
-    own = rewards[counted.index(track)]
-    if len(rewards) < 2:
-        return 0.0
-    mean = sum(rewards) / len(rewards)
-    if not settings.advantage_std:
-        return own - mean
-    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
-    return (own - mean) / (sqrt(variance) + settings.advantage_floor)
+    centred = rewards[track.id] - fmean(rewards.values())
+    return centred / (spread(rewards.values()) + settings.advantage_floor) if settings.advantage_std else centred
 
 
 def _paths(track: TrajectoryState) -> Iterator[tuple[bytes, tuple[SampleRun, ...]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from statistics import fmean
 
 from ..durable.groups import Group
@@ -32,16 +32,26 @@ _TAIL = 0.95
 
 
 def has_signal(group: Group, *, ignores_truncated: bool) -> bool:
-    """Return whether the training rewards of a complete group differ, so that its answers have advantages.
+    """Return whether the training rewards of a complete group differ, so that its answers have advantages."""
+    return len(set(compared_rewards(group, ignores_truncated=ignores_truncated).values())) > 1
+
+
+def compared_rewards(group: Group, *, ignores_truncated: bool) -> dict[int, float]:
+    """Return the training rewards that a complete group compares, by trajectory.
 
     With ``ignores_truncated`` only answers count that no limit cut, and episodes with a sample without such an answer.
     """
-    compared = {
-        track.score.training
+    return {
+        track.id: track.score.training
         for track in group.trajectories
         if track.score is not None and not (ignores_truncated and all(truncated_samples(track)))
     }
-    return len(compared) > 1
+
+
+def spread(rewards: Collection[float]) -> float:
+    """Return the unbiased standard deviation of rewards; 0 for a single one."""
+    mean = fmean(rewards)
+    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
 
 
 class Refill:
@@ -51,7 +61,7 @@ class Refill:
         state: The store's state.
         most: Number of groups that may be dropped between two steps. With that many, groups are trained as they are, so
             that no step waits without end if all prompts are solved. 0 if no group is to be dropped.
-        ignores_truncated: As in :func:`has_signal`.
+        ignores_truncated: As in :func:`compared_rewards`.
         drop: Drops a group for a reason and a cause.
     """
 
@@ -113,18 +123,11 @@ def _rewards(state: State, number: int, groups: list[Group], *, ignores_truncate
         **{f"reward_{name}": reward / count for name, (count, reward) in sorted(total.rewards.items())},
         "reward": total.reward / total.answers,
         "training_reward": total.training / total.answers,
-        "reward_spread": fmean(map(_spread, groups)),
+        "reward_spread": fmean(spread(compared_rewards(group, ignores_truncated=False).values()) for group in groups),
         "no_signal": (refilled.groups + without) / total.groups,
         "truncated": total.truncated / total.answers,
         "sampled_tokens": float(total.tokens),
     }
-
-
-def _spread(group: Group) -> float:
-    """Return the unbiased standard deviation of the training rewards of a group; 0 for a single answer."""
-    rewards = [track.score.training for track in group.trajectories if track.score is not None]
-    mean = fmean(rewards)
-    return math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
 
 
 def _lengths(groups: list[Group]) -> dict[str, float]:
