@@ -32,7 +32,7 @@ from typing import Any
 
 from rrl.benchmarks._provenance import last_line
 from rrl.benchmarks._requirements import check_requirements
-from rrl.benchmarks._table import print_table
+from rrl.benchmarks._table import print_bars
 from rrl.tests.support.supervisor import temporary_runs_folder
 
 PARTS: Mapping[str, str] = {
@@ -76,24 +76,13 @@ def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
     return figures, samples
 
 
-def print_bars(figures: Figures) -> None:
-    rows = []
-    for name, bar in BARS.items():
-        if (value := figures.get(name)) is None:
-            continue
-        least = name in AT_LEAST
-        verdict = "" if bar is None else "met" if (value >= bar if least else value <= bar) else "MISSED"
-        rows.append([name, f"{value:.4g}", "" if bar is None else f"{'>=' if least else '<='} {bar}", verdict])
-    print_table(["figure", "value", "bar", ""], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     check_requirements("learning")
     figures, samples = measure(given.part or PARTS)
-    print_bars(figures)
+    print_bars(figures, BARS, AT_LEAST)
     print(last_line("learning", {name: figures.get(name) for name in BARS}, samples))
 
 

@@ -37,7 +37,7 @@ from typing import Any
 from rrl.benchmarks import _trainers_commit, _trainers_publish, _trainers_shares, restart
 from rrl.benchmarks._provenance import RESULTS, last_line
 from rrl.benchmarks._requirements import Need, check_requirements, missing
-from rrl.benchmarks._table import print_table
+from rrl.benchmarks._table import print_bars
 from rrl.tests.support.supervisor import temporary_runs_folder
 from rrl.tests.support.trainers import (
     EXAMPLES,
@@ -171,16 +171,6 @@ def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
     return figures, samples
 
 
-def print_bars(figures: Figures) -> None:
-    rows = []
-    for name, bar in BARS.items():
-        if (value := figures.get(name)) is not None:
-            least = name in AT_LEAST
-            met = value >= bar if least else value <= bar
-            rows.append([name, f"{value:.4g}", f"{'>=' if least else '<='} {bar}", "met" if met else "MISSED"])
-    print_table(["figure", "value", "bar", ""], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
@@ -190,7 +180,7 @@ def main() -> None:
         if (why := lacking(part)) is not None:
             parser.exit(2, f"benchmarks/trainers.py --part {part}: {why}\n")
     figures, samples = measure(given.part or [part for part in PARTS if lacking(part) is None])
-    print_bars(figures)
+    print_bars(figures, BARS, AT_LEAST)
     print(last_line("trainers", {name: figures.get(name) for name in BARS}, samples))
 
 

@@ -14,6 +14,21 @@ from torch.utils._pytree import tree_leaves
 
 from rrl.roles.trainer.packing import Example
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of a tiny model, as most configurations of transformers name them."""
+
 
 def examples_of(lengths: Sequence[tuple[int, int]], vocabulary: int, seed: int = 0) -> list[Example]:
     """Return random prompts and answers of these lengths."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,28 +23,15 @@ from rrl.roles.trainer import likelihood as likelihood_module
 from rrl.roles.trainer.likelihood import likelihood, recompute_blocks
 from rrl.roles.trainer.packing import pack
 from rrl.tests.support.roles.trainer import harness
-from rrl.tests.support.roles.trainer.passes import LargestLogits, examples_of, gradients
+from rrl.tests.support.roles.trainer.passes import SIZES, LargestLogits, examples_of, gradients
 
 pytestmark = pytest.mark.torch
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _HEADS: dict[str, PretrainedConfig] = {
-    "tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
-    "capped logits": Gemma2Config(**_SIZES, final_logit_softcapping=0.5, sliding_window=64),
-    "scaled logits": CohereConfig(**_SIZES, logit_scale=0.2),
-    "divided logits": GraniteConfig(**_SIZES, logits_scaling=4.0),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "capped logits": Gemma2Config(**SIZES, final_logit_softcapping=0.5, sliding_window=64),
+    "scaled logits": CohereConfig(**SIZES, logit_scale=0.2),
+    "divided logits": GraniteConfig(**SIZES, logits_scaling=4.0),
     "gpt2": GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "embedding of another width": OPTConfig(
         vocab_size=61, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4

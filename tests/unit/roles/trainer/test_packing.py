@@ -23,34 +23,21 @@ from rrl.roles.trainer.likelihood import likelihood, recompute_blocks
 from rrl.roles.trainer.packing import MicroBatch, pack, use_packed_attention
 from rrl.roles.trajectories.batches import Batch
 from rrl.tests.support.roles.trainer import harness
-from rrl.tests.support.roles.trainer.passes import examples_of, gradients
+from rrl.tests.support.roles.trainer.passes import SIZES, examples_of, gradients
 
 pytestmark = pytest.mark.torch
 
 _CPU = torch.device("cpu")
 _LENGTHS = [(3, 1), (2, 2), (1, 9), (4, 6), (5, 5), (2, 30)]
 """Lengths of prompts and answers, ascending together, with neighbours of equal length."""
-_SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _NOT_PACKED: dict[str, Any] = {
-    "sliding window": MistralConfig(**_SIZES, sliding_window=4),
+    "sliding window": MistralConfig(**SIZES, sliding_window=4),
     "sliding window in some layers": Qwen3Config(
-        **_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1
     ),
-    "capped scores": Gemma2Config(**_SIZES, sliding_window=64, attn_logit_softcapping=1.0),
+    "capped scores": Gemma2Config(**SIZES, sliding_window=64, attn_logit_softcapping=1.0),
     "recurrent layers": Qwen3NextConfig(
-        **_SIZES,
+        **SIZES,
         layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=4,
         linear_num_key_heads=2,
