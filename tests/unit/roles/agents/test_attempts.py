@@ -14,6 +14,7 @@ from rrl.core.run_spec import AgentsSettings
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
 from rrl.roles.agents.user_program import ProgramFailed
+from rrl.roles.models.rewards import Reward
 from rrl.roles.trajectories.client import FencedAttempt
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 
@@ -31,7 +32,7 @@ class RecordedResults:
     """A replacement for the store that records how attempts end."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, int, float | None]] = []
+        self.finished: list[tuple[int, int, Reward | None]] = []
         self.later: list[bool] = []
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
