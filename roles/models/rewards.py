@@ -14,6 +14,8 @@ ANY_AGENT = "*"
 """The name that stands for all agents whose names have no reward of their own."""
 _MAX_NAMES, _MAX_NAME_CHARS = 64, 200
 NAMED_REWARDS = f"1 to {_MAX_NAMES} finite numbers by the names of agents"
+_LARGEST = 2.0**127
+"""Largest reward. The trainer computes with 32 bits, and squares of rewards must be finite in 64 bits."""
 REWARD = f"a finite number, or a dict of {NAMED_REWARDS}"
 TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
 
@@ -44,7 +46,7 @@ def finite_number(value: Any) -> float | None:
         number = float(scalar) if hasattr(scalar, "__float__") else math.nan
     except BaseException:  # the value's methods may raise anything
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= _LARGEST else None
 
 
 def finite_reward(value: Any) -> Reward | None:
