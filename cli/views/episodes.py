@@ -46,7 +46,7 @@ def episode_view(episode: Episode) -> RenderableType:
     title.append(f"   item {episode.item}, group {episode.group}", "none")
     title.append(f"   {_attempt(episode)}", "none")
     if episode.reward is not None:
-        named = ", ".join(f"{name} {number(reward)}" for name, reward in episode.rewards.items())
+        named = ", ".join(f"{on_one_line(name)} {number(reward)}" for name, reward in episode.rewards.items())
         title.append(f"   reward {number(episode.reward)}{f' ({named})' if named else ''}", "none")
     tree = Tree(title, guide_style=_GUIDE)
     branches: dict[int | None, Tree] = {None: tree}

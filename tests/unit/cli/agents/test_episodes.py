@@ -18,7 +18,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.roles.trajectories.episodes.requests import FinishEpisode, LeasedEpisodes, OpenEpisode, OpenTurn, TurnOpened
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Done, Sampling
+from rrl.roles.trajectories.types import Denied, Done, Sampling
 from rrl.tests.support.cli.agent_runs import endpoint_job
 from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story
@@ -142,6 +142,24 @@ def test_an_answer_of_another_policy_is_context(run: RunDir, store: Store) -> No
     one = read(run)[0]
     assert [(each.foreign, each.sampled, each.trained) for each in one.turns] == [(True, 2, 0), (False, 2, 2)]
     assert (one.trained, one.branches) == (2, 1)
+
+
+def test_turns_have_the_names_of_their_agents_and_the_episode_their_rewards(run: RunDir, store: Store) -> None:
+    (item,) = episodes(store, 1)
+    for agent in ("planner", "coder\x1b[2J", "judge"):
+        opened = answer(store, OpenTurn(AGENTS, item.episode, 1, agent, None, 0, (2, 3), 4, agent=agent))
+        assert isinstance(opened, TurnOpened)
+        sample(store, opened.turn, (5, 6))
+    rewards = {"planner": 0.25, "coder\x1b[2J": 1.0}
+    assert isinstance(answer(store, FinishEpisode(AGENTS, item.episode, 1, rewards)), Denied)
+    assert answer(store, FinishEpisode(AGENTS, item.episode, 1, {"planner": 0.25, "judge": 0.75})) == Done()
+    store.flush()
+    one = read(run)[0]
+    assert [(each.agent, each.trained) for each in one.turns] == [("planner", 2), ("coder\x1b[2J", 0), ("judge", 2)]
+    assert (one.reward, one.trained) == (0.5, 4)
+    text = drawn(episode_view(one), 120)
+    assert "reward 0.50 (judge 0.75, planner 0.25)" in text
+    assert "turn 2 of coder\\x1b[2J  given 2, sampled 2 by v0  0 trained, 2 context" in text
 
 
 def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store: Store) -> None:
