@@ -94,7 +94,7 @@ def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
     }
 
 
-# ── messages and tools ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages and tools ────────────────────────────────────────────────────────────────────────────────────────────────
 def parse_message(given: Any, index: int) -> Message:
     """Return a message of a conversation as a checked value.
 
