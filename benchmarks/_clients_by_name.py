@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 from rrl.core.types import Outcome
@@ -112,7 +111,3 @@ def run_steps(folder: Path, steps: int, prompts: int) -> list[dict[str, float]]:
     check_sound(run.run)
     printed = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]
     return [row["metrics"] for row in map(json.loads, printed.splitlines()) if row["step"]]
-
-
-if __name__ == "__main__":
-    print(measure(Path(sys.argv[1])))

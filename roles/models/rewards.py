@@ -13,9 +13,9 @@ Reward = float | dict[str, float]
 ANY_AGENT = "*"
 """The name that stands for all agents whose names have no reward of their own."""
 _MAX_NAMES, _MAX_NAME_CHARS = 64, 200
-NAMED_REWARDS = f"1 to {_MAX_NAMES} finite numbers by the names of agents"
 _LARGEST = 2.0**127
 """Largest reward of an agent: the trainer computes with 32 bits, and its square must be finite in 64 bits."""
+NAMED_REWARDS = f"1 to {_MAX_NAMES} finite numbers by the names of agents"
 REWARD = f"a finite number, or a dict of {NAMED_REWARDS}"
 TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
 
