@@ -2,7 +2,8 @@
 
 In an episode the agent ``high`` answers to ``>``, and then ``low`` to ``<`` in the same conversation. The reward of
 ``high`` is the share of a digit in its answer, and that of ``low`` is the share of all else in its own. So each agent
-must be trained with its own reward and against the other episodes' rewards of the same agent.
+must be trained with its own reward and against the other episodes' rewards of the same agent. The vocabulary is so
+small that untrained answers miss both bars: their share of the digit is 0.12 and 0.18.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ function = "by_name:Games"
 [model]
 hidden_size = 64
 layers = 2
-tokenizer = {{ pieces = "0123456789<>", chat = {{ user = "{{content}}" }} }}
+tokenizer = {{ pieces = "7<>", chat = {{ user = "{{content}}" }} }}
 
 [sampling]
 prompts_per_step = {prompts}
