@@ -78,6 +78,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    constraint: str | None = None
+    """Grammar that masks the tokens, in Lark's form as the library llguidance reads it."""
 
 
 class Item(Struct, frozen=True):

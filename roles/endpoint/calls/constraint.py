@@ -96,7 +96,7 @@ def read_tool_choice(given: Any, offered: Collection[str], *, refused: bool) -> 
     """
     table = given if isinstance(given, dict) else {"type": given}
     kind = table.get("type")
-    if kind == "none" or not (offered or kind not in (None, "auto")):
+    if kind == "none" or (kind in (None, "auto") and not offered):
         return ToolChoice(may_call=False)
     if kind in (None, "auto"):
         return ToolChoice(may_call=True)
