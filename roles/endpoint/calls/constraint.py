@@ -164,6 +164,7 @@ def _sentence(constraint: Constraint, may_call: bool) -> str:
         sentences.append(f"Call no other tools than these: {', '.join(constraint.names)}.")
     if constraint.schema:
         begin = "Unless you call a tool, answer" if may_call else "Answer"
-        schema = "" if constraint.schema == ANY_OBJECT else f" that conforms to this JSON schema: {constraint.schema}"
-        sentences.append(f"{begin} with {'JSON' if schema else 'a JSON object'} and nothing else{schema or '.'}")
+        wanted = f"JSON that conforms to this JSON schema: {constraint.schema}"
+        wanted = "a JSON object." if constraint.schema == ANY_OBJECT else wanted
+        sentences.append(f"{begin} with nothing but {wanted}")
     return " ".join(sentences)
