@@ -54,9 +54,7 @@ def model(folder: Path) -> nn.Module:
 def shared(folder: Path, model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     sampling = Sampling(temperature=TEMPERATURE, segment_tokens=8)
     spec = ModelSpec(path=str(folder), max_length=128)
-    engine = engines.vllm_engine(
-        spec, tmp_path_factory.mktemp("config"), sampling, stop_token=folders.END, masks=True
-    )
+    engine = engines.vllm_engine(spec, tmp_path_factory.mktemp("config"), sampling, stop_token=folders.END, masks=True)
     yield engine
     engine.close()
 

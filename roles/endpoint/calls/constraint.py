@@ -2,7 +2,7 @@
 
 A constraint is text: a sentence in the system part of the conversation, behind what the agent wrote there. The agent
 does not send it back, so each call has it again; a conversation with another constraint is a branch. An engine may
-also mask what does not fit (:mod:`.grammar`); only what was sampled without a mask is trained. All functions are pure.
+also mask what does not fit (:mod:`..turns.constrained`); only what was sampled without a mask is trained. All functions are pure.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ def _name_of(tool: Any) -> str:
     return name
 
 
-def asked(messages: Sequence[Message], constraint: Constraint, *, may_call: bool) -> tuple[Message, ...]:
+def asked(messages: Sequence[Message], constraint: Constraint, *, has_tools: bool) -> tuple[Message, ...]:
     """Return a conversation whose system part also has the sentence of a constraint, at its end.
 
     Args:
         messages: The conversation.
         constraint: The constraint.
-        may_call: True if the answer may call a tool.
+        has_tools: True if the model is offered tools.
     """
-    text = _sentence(constraint, may_call)
+    text = _sentence(constraint, has_tools)
     if not text:
         return tuple(messages)
     count = next((place for place, each in enumerate(messages) if each.role not in (SYSTEM, DEVELOPER)), len(messages))
@@ -154,7 +154,7 @@ def asked(messages: Sequence[Message], constraint: Constraint, *, may_call: bool
     return (*messages[: count - 1], told, *messages[count:])
 
 
-def _sentence(constraint: Constraint, may_call: bool) -> str:
+def _sentence(constraint: Constraint, has_tools: bool) -> str:
     """Return what the model is told about a constraint; empty if there is nothing to tell."""
     sentences = []
     if constraint.must_call:
@@ -163,7 +163,7 @@ def _sentence(constraint: Constraint, may_call: bool) -> str:
     elif constraint.names:
         sentences.append(f"Call no other tools than these: {', '.join(constraint.names)}.")
     if constraint.schema:
-        begin = "Unless you call a tool, answer" if may_call else "Answer"
+        begin = "Unless you call a tool, answer" if has_tools else "Answer"
         wanted = f"JSON that conforms to this JSON schema: {constraint.schema}"
         wanted = "a JSON object." if constraint.schema == ANY_OBJECT else wanted
         sentences.append(f"{begin} with nothing but {wanted}")

@@ -34,12 +34,12 @@ class AskedChat:
     Args:
         chat: The chat, with the tools.
         constraint: The constraint.
-        may_call: True if the answer may call a tool.
+        has_tools: True if the model is offered tools.
     """
 
-    def __init__(self, chat: Chat, constraint: Constraint, *, may_call: bool) -> None:
+    def __init__(self, chat: Chat, constraint: Constraint, *, has_tools: bool) -> None:
         self.tokenizer, self.read = chat.tokenizer, chat.read
-        self._chat, self._constraint, self._may_call = chat, constraint, may_call
+        self._chat, self._constraint, self._has_tools = chat, constraint, has_tools
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
@@ -53,7 +53,7 @@ class AskedChat:
         return self._chat.extend(context, sampled, whole, answered + len(whole) - len(messages))
 
     def _asked(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        return asked(messages, self._constraint, may_call=self._may_call)
+        return asked(messages, self._constraint, has_tools=self._has_tools)
 
 
 def grammar_of(constraint: Constraint, tools: str, chat: Chat) -> str:
@@ -95,6 +95,13 @@ def compile_problem(grammar: str) -> str:
         return ""
     problem = str(LLMatcher.validate_grammar(grammar))
     return " ".join(problem.partition("\n")[0].split()) or problem
+
+
+def key_of(constraint: Constraint, wire: str) -> str:
+    """Return the key of a request from which a constraint comes, for errors."""
+    schema_keys = {"responses": "text.format", "messages": "output_config.format"}
+    forces = constraint.must_call or constraint.names
+    return "tool_choice" if forces else schema_keys.get(wire, "response_format")
 
 
 def _json(schema: str) -> str:

@@ -14,8 +14,11 @@ from msgspec import Struct
 from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
 from ...trajectories.episodes.requests import Turn
-from ..calls.call import Call, Policy, parse_chat, parse_completion
+from ...trajectories.types import Sampling
+from ..calls.call import Call, Policy
+from ..calls.constraint import Constraint
 from ..calls.errors import ApiError, wrong
+from .constrained import AskedChat, compile_problem, grammar_of, key_of
 from .turn_context import Context, chat_context, plain_context
 
 _MARK = 10**12
@@ -27,11 +30,11 @@ _MAX_SEQUENCES = 4096
 class Work(Struct, frozen=True):
     """A call to prepare."""
 
-    chat: bool
-    """True for a conversation, False for a plain prompt."""
+    parse: Callable[[bytes, Policy], Call]
+    """Translates the body; a function of a module, which a process can import."""
     body: bytes
     turns: tuple[Turn, ...] | None
-    """Turns of the attempt; None if the context is known already, and only the call is read."""
+    """Turns of the attempt; None if only the call is read."""
 
 
 class Preparation:
@@ -60,27 +63,44 @@ class Preparation:
         call = self.parse(work)
         context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
         messages = None if call.messages is None else ()
-        return msgspec.structs.replace(call, messages=messages, prompt=""), context
+        return msgspec.structs.replace(call, messages=messages, prompt="", hashes=call.hashes[-1:]), context
 
     def parse(self, work: Work) -> Call:
         """Parse a call. Raises ApiError."""
-        return (parse_chat if work.chat else parse_completion)(work.body, self._policy)
+        return work.parse(work.body, self._policy)
 
     def chat_of(self, call: Call) -> Chat:
-        """Return the format of a call's conversation, with its tools. Raises ApiError."""
+        """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""
         try:
-            return self._chat.with_tools(call.tools) if call.tools else self._chat
+            chat = self._chat.with_tools(call.tools) if call.tools else self._chat
+            asks = Constraint.decode(call.constraint)
+            return AskedChat(chat, asks, has_tools=bool(call.tools)) if call.constraint else chat
         except ToolsUnsupported as error:
             raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+    def masked(self, call: Call, chat: Chat) -> Call:
+        """Return a call with the mask of its constraint, if the job enforces constraints. Raises ApiError."""
+        if not call.constraint or self._policy.constraints != "enforce":
+            return call
+        constraint = Constraint.decode(call.constraint)
+        key = key_of(constraint, call.wire)
+        try:
+            grammar = grammar_of(constraint, call.tools if call.may_call else "", chat)
+        except ValueError as error:
+            raise wrong(key, f'{error}; with [roles.endpoint] constraints = "ask" such a call is served') from None
+        if problem := compile_problem(grammar):
+            raise wrong(key, f"it cannot be enforced: {problem}")
+        sampling = msgspec.structs.replace(call.sampling or Sampling(), constraint=grammar)
+        return msgspec.structs.replace(call, sampling=sampling)
 
     def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
         """Return the context of the answers to a call. Raises ApiError."""
         param = "prompt" if call.messages is None else "messages"
         try:
             if call.messages is not None:
-                context = chat_context(call.messages, turns, chat, call.tools)
+                context = chat_context(call, turns, chat)
                 self._check_shown(call.messages, chat, bool(call.tools))
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt

@@ -119,7 +119,7 @@ def test_a_constraint_survives_its_encoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraint", "may_call", "sentence"),
+    ("constraint", "has_tools", "sentence"),
     [
         (Constraint(ANY_OBJECT), False, "Answer with nothing but a JSON object."),
         (Constraint(_ENCODED), False, f"Answer with nothing but JSON that conforms to this JSON schema: {_ENCODED}"),
@@ -130,17 +130,17 @@ def test_a_constraint_survives_its_encoding() -> None:
         (Constraint(names=_TOOLS), True, "Call no other tools than these: look_up, add."),
     ],
 )
-def test_the_model_is_told(constraint: Constraint, may_call: bool, sentence: str) -> None:
-    assert asked([_USER], constraint, may_call=may_call) == (Message(SYSTEM, sentence), _USER)
+def test_the_model_is_told(constraint: Constraint, has_tools: bool, sentence: str) -> None:
+    assert asked([_USER], constraint, has_tools=has_tools) == (Message(SYSTEM, sentence), _USER)
 
 
 def test_the_sentence_is_at_the_end_of_the_system_part() -> None:
     first, last = Message(SYSTEM, "a\nb", parts=("a", "b")), Message(DEVELOPER, "c")
     call = Constraint(must_call=True)
-    assert asked([first, last, _USER], call, may_call=True) == (first, Message(DEVELOPER, "c\n\nCall a tool."), _USER)
-    (told, _) = asked([first, _USER], call, may_call=True)
+    assert asked([first, last, _USER], call, has_tools=True) == (first, Message(DEVELOPER, "c\n\nCall a tool."), _USER)
+    (told, _) = asked([first, _USER], call, has_tools=True)
     assert told == Message(SYSTEM, "a\nb\n\nCall a tool.", parts=("a", "b", "Call a tool."))
-    assert asked([first, _USER], Constraint(), may_call=True) == (first, _USER)
+    assert asked([first, _USER], Constraint(), has_tools=True) == (first, _USER)
 
 
 def test_a_schema_nested_too_deeply_is_refused() -> None:
