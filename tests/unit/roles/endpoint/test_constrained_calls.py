@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tool_folders.make(tmp_path_factory.mktemp("model"))
 
 
-def _served(folder: Path, *, parser: str | None = None, **policy: Any) -> Iterator[Scene]:
+def _served(folder: Path, *, parser: Any = None, **policy: Any) -> Iterator[Scene]:
     chat = open_chat(ModelSpec(str(folder), chat=True, tool_parser=parser))
     made = Scene(chat, max_new=200, max_length=8000, policy=Policy(1.0, **policy))
     made.answers('{"length":3}')
