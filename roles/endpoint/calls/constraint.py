@@ -151,8 +151,8 @@ def asked(messages: Sequence[Message], constraint: Constraint, *, has_tools: boo
         return (Message(SYSTEM, text), *messages)
     last = messages[count - 1]
     joined = "\n\n".join(filter(None, (last.content, text)))
-    told = replace(last, content=joined, parts=(*last.parts, text) if last.parts else ())
-    return (*messages[: count - 1], told, *messages[count:])
+    longer = replace(last, content=joined, parts=(*last.parts, text) if last.parts else ())
+    return (*messages[: count - 1], longer, *messages[count:])
 
 
 def _sentence(constraint: Constraint, has_tools: bool) -> str:

@@ -73,8 +73,8 @@ class Preparation:
         """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""
         try:
             chat = self._chat.with_tools(call.tools) if call.tools else self._chat
-            asks = Constraint.decode(call.constraint)
-            return AskedChat(chat, asks, has_tools=bool(call.tools)) if call.constraint else chat
+            constraint = Constraint.decode(call.constraint)
+            return AskedChat(chat, constraint, has_tools=bool(call.tools)) if call.constraint else chat
         except ToolsUnsupported as error:
             raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
         except ValueError as error:
