@@ -88,7 +88,7 @@ class Preparation:
         key = key_of(constraint, call.wire)
         try:
             grammar = grammar_of(constraint, call.tools if call.may_call else "", chat)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise wrong(key, f'{error}; with [roles.endpoint] constraints = "ask" such a call is served') from None
         if problem := compile_problem(grammar):
             raise wrong(key, f"it cannot be enforced: {problem}")
