@@ -140,6 +140,8 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
+        self._overrode = False
+        """True once the log says that the job overrides what calls ask for."""
         self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
@@ -207,7 +209,13 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         call = await self._parse(wire, body)
-        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        chat = self._chat
+        if call.tools or call.constraint:
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            call = await asyncio.to_thread(self._preparation.masked, call, chat)
+        if call.overridden and not self._overrode:
+            self._overrode = True
+            _log.info("%s of %r is overridden by the job, as of any call", " and ".join(call.overridden), call.model)
         digest = call.digest
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:

@@ -17,6 +17,8 @@ from .errors import ApiError, wrong
 
 MAX_CHOICES = 128
 """Maximum number of answers to one request, as in OpenAI's API."""
+MAX_TOOLS = 2048
+"""Maximum number of tools of a request: more than a client with many MCP servers has."""
 MAX_STOPS = 16
 """Maximum number of stop texts. It is limited, because each stop text is searched for after every token. OpenAI allows
 4, vLLM any number."""
@@ -64,9 +66,11 @@ class Call(Struct, frozen=True):
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     constraint: str = ""
-    """JSON text of what the answer is asked or made to be; empty if there is no constraint."""
+    """What the answer is asked or made to be (:meth:`.constraint.Constraint.encode`); empty if there is no constraint."""
     sampling: Sampling | None = None
     """The sampling of a call that is not trained; None for any other call."""
+    overridden: tuple[str, ...] = ()
+    """Keys with which the call asked for other sampling, and which the job overrides."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream must end with the numbers of tokens of the request and its answers."""
