@@ -215,13 +215,13 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         call = await self._parse(wire, body)
-        chat = self._chat
+        chat: Chat = self._chat
         if call.tools or call.constraint:
             chat = await asyncio.to_thread(self._preparation.chat_of, call)
             call = await asyncio.to_thread(self._preparation.masked, call, chat)
         if call.overridden and not self._overrode:
             self._overrode = True
-            _log.info("%s of %r is overridden by the job, as of any call", " and ".join(call.overridden), call.model)
+            _log.info("a call of %r asks for %s; it is sampled as the job says", call.model, ", ".join(call.overridden))
         for name in call.ignored:
             if name not in self._ignored and len(self._ignored) < _MAX_IGNORED:
                 self._ignored.add(name)

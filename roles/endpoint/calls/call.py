@@ -81,7 +81,7 @@ class Call(Struct, frozen=True):
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     constraint: str = ""
-    """What the answer is asked or made to be (:meth:`.constraint.Constraint.encode`); empty if there is no constraint."""
+    """What the answer is asked or made to be (:meth:`.constraint.Constraint.encode`); empty if it may be anything."""
     sampling: Sampling | None = None
     """The sampling of a call that is not trained; None for any other call."""
     overridden: tuple[str, ...] = ()

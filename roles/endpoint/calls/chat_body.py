@@ -96,19 +96,16 @@ def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
     choices = take_count(given, "n", 1)
     if choices is not None and choices > MAX_CHOICES:
         raise wrong("n", f"must be at most {MAX_CHOICES}")
-    stop, stream = take_stop(given, "stop"), take_flag(given, "stream")
-    return_token_ids = take_flag(given, "return_token_ids")
-    sampling, overridden = foreign_sampling(given, policy)
-    return {
+    made = {
         "model": model,
         "choices": choices,
-        "stop": stop,
-        "stream": stream,
+        "stop": take_stop(given, "stop"),
+        "stream": take_flag(given, "stream"),
         "include_usage": options.get("include_usage") is True,
-        "return_token_ids": return_token_ids,
-        "sampling": sampling,
-        "overridden": overridden,
+        "return_token_ids": take_flag(given, "return_token_ids"),
     }
+    sampling, overridden = foreign_sampling(given, policy)
+    return made | {"sampling": sampling, "overridden": overridden}
 
 
 # ── messages and tools ────────────────────────────────────────────────────────────────────────────────────────────────

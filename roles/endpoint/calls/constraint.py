@@ -2,7 +2,8 @@
 
 A constraint is text: a sentence in the system part of the conversation, behind what the agent wrote there. The agent
 does not send it back, so each call has it again; a conversation with another constraint is a branch. An engine may
-also mask what does not fit (:mod:`..turns.constrained`); only what was sampled without a mask is trained. All functions are pure.
+also mask what does not fit (:mod:`..turns.constrained`); only what was sampled without a mask is trained. All functions
+are pure.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def read_tool_choice(given: Any, offered: Collection[str], *, refused: bool) -> 
         return ToolChoice(may_call=True)
     if refused:
         raise unsupported("tool_choice", given, _REFUSED)
-    must_call, named = True, ()
+    must_call, named = True, tuple[Any, ...]()
     if kind in ("function", "custom", "tool"):
         named = (table,)
     elif kind == "allowed_tools":

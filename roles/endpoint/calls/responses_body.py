@@ -163,7 +163,7 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
         wire="responses",
         model=take_model(given),
         messages=messages,
-        max_new=take_count(given, "max_output_tokens", None),
+        max_new=take_count(given, "max_output_tokens", None, least=0),
         tools=msgspec.json.encode(offered.tools).decode() if offered.tools else "",
         tool_names=tuple(offered.names),
         may_call=choice.may_call,

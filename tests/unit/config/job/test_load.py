@@ -1027,7 +1027,7 @@ WRONG: list[tuple[str, str, str]] = [
     (
         'pieces = "0123456789+= "\n',
         'pieces = "01"\nchat = { user = "{content}" }\n[roles.endpoint]\nreplicas = 0\n',
-        "job.toml:12: roles.endpoint.replicas: 0 leaves no endpoint for agents; write 1 or more, or set [roles.agents]",
+        "job.toml:13: roles.endpoint.replicas: 0 leaves no endpoint for agents; write 1 or more, or set [roles.agents]",
     ),
     (
         'pieces = "0123456789+= "\n',

@@ -40,7 +40,7 @@ def test_a_format_of_any_form_is_one_schema_with_its_keys_in_their_order(given: 
     "given", ["json", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "schema": True}]
 )
 def test_an_invalid_format_is_refused_with_its_key(given: Any) -> None:
-    with pytest.raises(ApiError, match="^response_format: ") as caught:
+    with pytest.raises(ApiError, match=r"^response_format: ") as caught:
         answer_schema(given, "response_format", refused=False)
     assert caught.value.status == 400
 
