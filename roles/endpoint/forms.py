@@ -30,12 +30,19 @@ class Form(Struct, frozen=True):
     writer: type[Writer]
     error: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
     """Returns the body of an error."""
+    last: tuple[bytes, ...] = (b"data: [DONE]",)
+    """Beginnings of the event that is the last one of a stream."""
 
 
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
-    "responses": Form("/responses", parse_responses, ResponsesWriter),
+    "responses": Form(
+        "/responses",
+        parse_responses,
+        ResponsesWriter,
+        last=(b"event: response.completed", b"event: response.incomplete"),
+    ),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""
 
