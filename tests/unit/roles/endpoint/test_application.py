@@ -264,7 +264,7 @@ def test_parameters_with_no_effect_are_accepted(scene: Scene) -> None:
 def test_text_that_cannot_be_encoded_and_unknown_roles_are_refused(scene: Scene) -> None:
     for message, problem in (
         ({"role": "user", "content": "hello"}, "pieces"),
-        ({"role": "system", "content": "1"}, "role"),
+        ({"role": "critic", "content": "1"}, "role"),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
             create(scene, [message])
