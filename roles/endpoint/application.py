@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct, structs
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -52,6 +53,8 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
+_MAX_IGNORED = 64
+"""Maximum number of ignored keys and kinds of tools that are logged. Agents choose their names."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _ROOTS = ("/v1", "")
@@ -140,6 +143,10 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
+        self._overrode = False
+        """True once the log says that the job overrides what calls ask for."""
+        self._ignored: set[str] = set()
+        """What the log says of keys and tools that calls have in vain."""
         self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
@@ -154,6 +161,7 @@ class Endpoint:
                     for root in _ROOTS
                 ),
                 *(Route(f"{root}/models", self._models, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/responses", _no_socket, methods=["GET"]) for root in _ROOTS),
                 *routes,
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -207,7 +215,17 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         call = await self._parse(wire, body)
-        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        chat: Chat = self._chat
+        if call.tools or call.constraint:
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            call = await asyncio.to_thread(self._preparation.masked, call, chat)
+        if call.overridden and not self._overrode:
+            self._overrode = True
+            _log.info("a call of %r asks for %s; it is sampled as the job says", call.model, ", ".join(call.overridden))
+        for name in call.ignored:
+            if name not in self._ignored and len(self._ignored) < _MAX_IGNORED:
+                self._ignored.add(name)
+                _log.info("a call of %r has %.100s, which is ignored, as in any call", call.model, name)
         digest = call.digest
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
@@ -349,6 +367,13 @@ class Endpoint:
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
             self._reports.add(sent)
             sent.add_done_callback(self._reports.discard)
+
+
+async def _no_socket(request: Request) -> Response:
+    """Refuse a WebSocket with the status at which Codex uses HTTP at once."""
+    if "upgrade" not in request.headers:
+        raise HTTPException(405, "Method Not Allowed")
+    return Response("responses are served over HTTP", 426)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:

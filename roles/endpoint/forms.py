@@ -14,7 +14,9 @@ from msgspec import Struct
 from .calls.call import Call, Policy
 from .calls.chat_body import parse_chat, parse_completion
 from .calls.errors import ApiError
+from .calls.responses_body import parse_responses
 from .replies.chat_reply import ChatWriter
+from .replies.responses_reply import ResponsesWriter
 from .replies.writer import Writer
 
 
@@ -33,6 +35,7 @@ class Form(Struct, frozen=True):
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
+    "responses": Form("/responses", parse_responses, ResponsesWriter),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""
 

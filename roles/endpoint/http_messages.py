@@ -24,7 +24,8 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 """Seconds in which a body must arrive, so that slow senders do not occupy memory indefinitely."""
 _SERVED = (
-    "this server answers POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
+    "this server answers POST /v1/chat/completions, POST /v1/responses, POST /v1/completions, GET /v1/models and"
+    " POST /rrl/v1/episodes"
 )
 
 

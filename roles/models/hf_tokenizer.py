@@ -82,9 +82,14 @@ class FolderTokenizer:
             roles, lambda messages: self.render(as_template_messages(messages, self.takes_parts), answer_begins=True)
         )
 
+    @property
+    def document(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def limit_text(self, tokens: int) -> None:
         """Refuse, from now on, to encode a text that certainly has more than ``tokens`` tokens."""
-        self._max_bytes = tokens * bytes_per_token(json.loads(self._tokenizer.to_str()))
+        self._max_bytes = tokens * bytes_per_token(json.loads(self.document))
 
     def _joins_parts(self) -> bool:
         """Return whether the chat template takes a content in pieces, and writes them without their markup."""

@@ -233,7 +233,7 @@ def test_call_of_an_ended_attempt_is_broken_off_and_its_repetition_is_refused(
         ("tools", [{"type": "function"}]),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("logit_bias", {"1": 5}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", "json"),
         ("top_logprobs", 3),
         ("min_p", 0.1),
         ("guided_json", {}),
