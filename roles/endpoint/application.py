@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from msgspec import Struct, structs
@@ -161,6 +162,9 @@ class Endpoint:
                     for root in _ROOTS
                 ),
                 *(Route(f"{root}/models", self._models, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/models/{{name:path}}", self._model, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/messages/count_tokens", self._count, methods=["POST"]) for root in _ROOTS),
+                *(Route(path, _alive, methods=["HEAD"]) for path in ("/", "/api/hello")),
                 *(Route(f"{root}/responses", _no_socket, methods=["GET"]) for root in _ROOTS),
                 *routes,
             ],
@@ -169,14 +173,26 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         bearer_key(request, self._run.run, self._run.secret)
-        listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
-        return JSONResponse({"object": "list", "data": listed})
+        listed = {"data": [_model_object(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return JSONResponse({"object": "list", **listed})
+
+    async def _model(self, request: Request) -> Response:
+        bearer_key(request, self._run.run, self._run.secret)
+        return JSONResponse(_model_object(request.path_params["name"]))
+
+    async def _count(self, request: Request) -> Response:
+        """Return the number of tokens of the context that a call of the same body would have."""
+        key = self._episode_key(request)
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
+            work = Work(FORMS["messages"].parse, await read_body(request, self._max_body), None)
+            call = await self._parse("messages", work.body)
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            episode = await self._known.read(key.episode, call.digest)
+            context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
+        return JSONResponse({"input_tokens": context.length})
 
     async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
-        key = bearer_key(request, self._run.run, self._run.secret)
-        if not key.attempt:
-            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
-            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        key = self._episode_key(request)
         repeated = _repeated(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
@@ -194,6 +210,14 @@ class Endpoint:
                 end()
 
         return respond
+
+    def _episode_key(self, request: Request) -> EpisodeKey:
+        """Return the content of a request's API key, which must be that of an episode. Raises ApiError."""
+        key = bearer_key(request, self._run.run, self._run.secret)
+        if not key.attempt:
+            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        return key
 
     async def _parse(self, wire: str, body: bytes) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
@@ -367,6 +391,17 @@ class Endpoint:
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
             self._reports.add(sent)
             sent.add_done_callback(self._reports.discard)
+
+
+async def _alive(_: Request) -> Response:
+    """Answer a client that asks only whether there is a server."""
+    return Response()
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    """Return a model as OpenAI's and Anthropic's clients expect it; every name means the model that is trained."""
+    dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, "object": "model", "type": "model", "display_name": name, **dates, "owned_by": "rrl"}
 
 
 async def _no_socket(request: Request) -> Response:

@@ -33,7 +33,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from .calls.errors import ApiError
-from .forms import form_at
+from .forms import error_reply, form_at
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 
 _log = logging.getLogger("rrl.relay")
@@ -311,9 +311,10 @@ class Relay:
                     )
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
-            yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
+            problem = refused.content.replace(b"\n", b" ")
         except ApiError as error:
-            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+            problem = msgspec.json.encode(error_reply(call.path, error)[1])
+        yield b"event: error\ndata: " + problem + b"\n\n"
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:

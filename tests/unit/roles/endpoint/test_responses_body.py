@@ -66,10 +66,11 @@ def test_texts_parts_and_items_without_a_type_are_messages() -> None:
     ]
 
 
-def test_instructions_and_leading_system_and_developer_messages_are_one_and_later_ones_keep_their_place() -> None:
-    told = [{"role": "developer", "content": "b"}, {"role": "system", "content": "c"}]
-    call = parse(*told, USER, {"role": "developer", "content": "d"}, instructions="a")
-    assert call.messages == (Message("system", "a\n\nb\n\nc"), Message("user", "go"), Message("system", "d"))
+def test_instructions_are_the_first_message_and_no_message_moves() -> None:
+    told = {"role": "developer", "content": "b"}
+    call = parse(told, USER, told, instructions="a")
+    later = Message("developer", "b")
+    assert call.messages == (Message("system", "a"), later, Message("user", "go"), later)
 
 
 def test_a_run_of_items_is_one_answer_whatever_their_order() -> None:
