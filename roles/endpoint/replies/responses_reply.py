@@ -74,8 +74,8 @@ class ResponsesWriter:
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event of a response that failed."""
-        told = error.body["error"]
-        problem = {"code": told["code"] or told["type"], "message": told["message"]}
+        given = error.body["error"]
+        problem = {"code": given["code"] or given["type"], "message": given["message"]}
         return self._event("response.failed", response=self._response("failed", error=problem))
 
     @property
