@@ -19,8 +19,8 @@ from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
 from ..launcher.end_report import as_exception, described
-from ..models.rewards import finite_number
-from ..trajectories.client import AskStore, FencedAttempt
+from ..models.rewards import REWARD, Reward, finite_reward
+from ..trajectories.client import AskStore, FencedAttempt, WrongArgument
 from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 from .user_function import Agent
 from .user_program import ProgramFailed
@@ -123,18 +123,21 @@ class Attempts:
         try:
             try:
                 reward = await self._run(item)
+                later = reward is None and self._context.settings.reward_timeout is not None
+                try:
+                    await self._ask(FinishEpisode, item.episode, item.attempt, reward, later)
+                except WrongArgument as error:
+                    raise _Failure(str(error), fault=error) from None
             except _Failure as failure:
                 # If the store has ended the attempt, its failure is a consequence, and the next line raises.
                 await self._ask(FailAttempt, item.episode, item.attempt, str(failure))
                 self._report(failure, item)
             else:
                 self._faults.append(False)
-                later = reward is None and self._context.settings.reward_timeout is not None
-                await self._ask(FinishEpisode, item.episode, item.attempt, reward, later)
         except FencedAttempt as error:
             _log.info("episode %d: %s", item.episode, error)
 
-    async def _run(self, item: EpisodeItem) -> float | None:
+    async def _run(self, item: EpisodeItem) -> Reward | None:
         """Run the agent, and return the reward. Raises _Failure with the reason if the attempt fails."""
         context = self._context
         limit = asyncio.timeout(context.settings.timeout)
@@ -156,12 +159,12 @@ class Attempts:
             raise _Failure(why, error, None if environmental else error) from None
         return self._reward(returned)
 
-    def _reward(self, returned: Any) -> float | None:
+    def _reward(self, returned: Any) -> Reward | None:
         if returned is None:
             return None
-        if (reward := finite_number(returned)) is not None:
+        if (reward := finite_reward(returned)) is not None:
             return reward
-        problem = f"the agent returned {shortened(returned)}; return the reward, a finite number, or None"
+        problem = f"the agent returned {shortened(returned)}; return the reward, {REWARD}, or None"
         raise _Failure(problem, fault=ValueError(problem))
 
     def _report(self, failure: _Failure, item: EpisodeItem) -> None:

@@ -28,7 +28,7 @@ from .records import (
     TurnUnused,
     pack_tokens,
 )
-from .trained_samples import samples
+from .trained_samples import divide_by_agent, samples, trainable_turns
 
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnUnused | TurnEnded | EpisodeFinished
 """The records that change one episode."""
@@ -143,6 +143,15 @@ class EpisodeRecords:
             untrained_turns=before.untrained_turns + sum(is_foreign(turn) or turn.unused for turn in counted),
             token_drift=before.token_drift + drift,
         )
+
+    def divide(self, track: TrajectoryState) -> None:
+        """Divide the samples of a scored episode by agent, if they are not, and count the turns without a reward."""
+        episode = episode_of(track)
+        if episode.agents:
+            return
+        divide_by_agent(track)
+        untrained = sum(turn.turn.agent not in episode.agents for turn in trainable_turns(episode) if turn.turn)
+        self.counted = replace(self.counted, untrained_turns=self.counted.untrained_turns + untrained)
 
     def _delete(self, episode: EpisodeState, turns: Iterable[int]) -> None:
         for number in turns:

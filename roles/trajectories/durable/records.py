@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from ....core.run_spec import ExtraSpec
 from ....core.types import Incarnation, ReplicaId, Version
+from ...models.rewards import Reward
 from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
 from ..extras import PackedExtras, pack_extras
@@ -338,7 +339,7 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
     episode: int
     attempt: int
     turns: tuple[int, ...]
-    reward: float | None = None
+    reward: Reward | None = None
     later: bool = False
     """True if the reward comes later, so that no reward replica scores the episode."""
     unused: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ....core.types import Version
+from ...models.rewards import Reward
 from ..types import Answer, Done, Request, Sampling, StepRequest
 
 
@@ -183,13 +184,14 @@ class GetEpisode(Request[EpisodeTurns], frozen=True, tag=True):
 class FinishEpisode(Request[Done], frozen=True, tag=True):
     """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
 
-    If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
+    A turn gets the reward of its agent; the turns of an agent without a reward are not trained. If ``reward`` is None,
+    a reward replica scores the last answer. An attempt that ends without any answer counts as
     failed. If an agent outside of the run makes it, the request is denied instead.
     """
 
     episode: int
     attempt: int
-    reward: float | None = None
+    reward: Reward | None = None
     later: bool = False
     """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
 
@@ -199,7 +201,7 @@ class PostReward(Request[Done], frozen=True, tag=True):
 
     episode: int
     attempt: int
-    reward: float
+    reward: Reward
 
 
 class OpenEpisode(Request[LeasedEpisodes | None], frozen=True, tag=True):

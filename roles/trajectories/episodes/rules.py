@@ -18,18 +18,20 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from ....core.text import on_one_line
+from ....core.text import on_one_line, shortened
 from ....core.types import Incarnation, OutsideKind, OutsideWait
 from ....core.units import duration_text
+from ...models.rewards import ANY_AGENT, REWARD, Reward, finite_reward
 from ..dispatch.lease_table import Leases
 from ..durable.episode_records import episode_of
 from ..durable.groups import EpisodeState, Group, TrajectoryState, continued, is_foreign
 from ..durable.log import DurableState
 from ..durable.records import AttemptFailed, AttemptStarted, CallBlamed, DropCause, EpisodeFinished, ScoresRecorded
+from ..durable.trained_samples import score_of, trainable_turns
 from ..leases import WorkQueue
 from ..steps.evaluations import Evaluations
 from ..steps.staleness import StalenessLimit
-from ..types import Denied, Done, NotReady, Score
+from ..types import Denied, Done, NotReady
 from .requests import (
     EndTurn,
     EpisodeAnswer,
@@ -423,17 +425,20 @@ class Episodes:
         number, attempt, reward = request.episode, request.attempt, request.reward
         track = self._state.trajectories.get(number)
         if track is not None and track.finished and track.episode is not None and track.episode.attempt == attempt:
+            if isinstance(reward, dict) and track.score != score_of(track, reward):
+                return Denied(f"episode {number} was finished with another reward, which cannot change")
             return Done()  # repeated
         current = self._current(number, attempt)
         if isinstance(current, Denied):
             return current
-        if reward is not None and not math.isfinite(reward):
-            return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
         episode = episode_of(current)
         complete = [turn for turn in episode.made if turn.finished]
         used = continued(episode.made, episode.turns)
         unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
-        if not any(turn.length and not is_foreign(turn) and turn.id not in unused for turn in complete):
+        trainable = [turn for turn in complete if turn.length and not is_foreign(turn) and turn.id not in unused]
+        if reward is not None and (problem := _reward_problem(reward, complete, trainable)):
+            return Denied(f"the reward of episode {number} {problem}", wrong_argument=True)
+        if not trainable:
             if episode.request is not None:
                 return Denied(f"{NO_ANSWER}; ask it first, or report that the attempt failed", no_answer=True)
             self._count_failure(current, NO_ANSWER)
@@ -483,19 +488,22 @@ class Episodes:
         return shown_turns(track.episode, frozenset(holding))
 
     # ── rewards that come later ────────────────────────────────────────────────────────────────────────────────────
-    def _post_reward(self, number: int, attempt: int, reward: float) -> Done | Denied:
+    def _post_reward(self, number: int, attempt: int, reward: Reward) -> Done | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
         if not track.finished or not track.episode.awaits_reward or attempt != track.episode.attempt:
             current = self._current(number, attempt)
             return current if isinstance(current, Denied) else Denied(f"episode {number} is not finished yet")
-        if not math.isfinite(reward):
-            return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
+        complete = [track.episode.turns[turn] for turn in track.episode.counted]
+        if problem := _reward_problem(reward, complete, trainable_turns(track.episode)):
+            return Denied(f"the reward of episode {number} {problem}")
+        score = score_of(track, reward)
         if track.score is not None:
-            known = track.score.reward
-            return Done() if known == reward else Denied(f"the reward of episode {number} is {known} and cannot change")
-        self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
+            known = track.score.agents or track.score.reward
+            text = f"the reward of episode {number} is {shortened(known)} and cannot change"
+            return Done() if track.score == score else Denied(text)
+        self._durable.write(ScoresRecorded((score,)))
         self._scored(track)
         return Done()
 
@@ -550,3 +558,26 @@ class Episodes:
             elif track.finished and episode.awaits_reward and track.score is None:
                 text = f"no reward within {duration_text(self._settings.reward_timeout)}"
                 self._rules.drop(track.group, text, DropCause.UNSCORED)
+
+
+def _reward_problem(
+    reward: Reward, complete: Iterable[TrajectoryState], trainable: Iterable[TrajectoryState]
+) -> str | None:
+    """Return why an episode with these turns cannot get a reward; None if it can.
+
+    A name that no call has is wrong only if a call is without a reward: it may be misspelt.
+    """
+    if finite_reward(reward) is None:
+        return f"is {shortened(reward)}; it must be {REWARD}"
+    if not isinstance(reward, dict) or ANY_AGENT in reward:
+        return None
+    called, trained = _names(complete), _names(trainable)
+    wrong, without = sorted(reward.keys() - called), sorted(trained - reward.keys())
+    if not without or (not wrong and len(without) < len(trained)):
+        return None
+    problem = f"has {shortened(wrong or sorted(reward))}, the model name of no call that is trained"
+    return f"{problem}, but not {shortened(without)}; correct the names, or add {ANY_AGENT!r} for all others"
+
+
+def _names(turns: Iterable[TrajectoryState]) -> set[str]:
+    return {turn.turn.agent for turn in turns if turn.turn is not None}

@@ -179,10 +179,10 @@ class AgentsScript:
         for place, item in enumerate(pending):
             self._turns(item, number)
             later = number == 4 and place == 0
-            reward = None if not place else number / 8
+            reward = (None, {"planner": number / 8, "*": 0.5}, number / 8, {"coder": number / 8})[place]
             self._call(FinishEpisode(self._of(item), item.episode, item.attempt, reward, later))
             if later:
-                self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, 0.75))
+                self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, {"coder": 0.75}))
         self._score()
         bound = self._call(GetPart(TRAINER, number))
         assert isinstance(bound, PartBound)
@@ -233,8 +233,9 @@ class AgentsScript:
         sampling: Sampling | None = None,
     ) -> int:
         who = self._of(item)
+        agent = "planner" if request == "first" else "coder"
         opened = self._call(
-            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash", "{}", sampling)
+            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash", "{}", sampling, agent)
         )
         assert isinstance(opened, TurnOpened)
         rollout = OTHER if item.episode % 2 else ROLLOUT

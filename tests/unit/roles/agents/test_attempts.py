@@ -14,7 +14,8 @@ from rrl.core.run_spec import AgentsSettings
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
 from rrl.roles.agents.user_program import ProgramFailed
-from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.models.rewards import REWARD, Reward
+from rrl.roles.trajectories.client import FencedAttempt, WrongArgument
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 
 DEADLINE_S = 60.0
@@ -31,16 +32,19 @@ class RecordedResults:
     """A replacement for the store that records how attempts end."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, int, float | None]] = []
+        self.finished: list[tuple[int, int, Reward | None]] = []
         self.later: list[bool] = []
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
+        self.refuses = ""
 
     async def __call__(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         match kind(WHO, *arguments, **named):
             case FinishEpisode(_, episode, attempt, reward, later):
                 if self.fenced:
                     raise FencedAttempt("a later attempt is made")
+                if self.refuses:
+                    raise WrongArgument(self.refuses)
                 self.finished.append((episode, attempt, reward))
                 self.later.append(later)
             case FailAttempt(_, episode, attempt, why):
@@ -93,10 +97,18 @@ def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> Non
 
 
 @pytest.mark.parametrize(
-    ("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0), (numpy.float32(0.5), 0.5), (numpy.array(0.5), 0.5)]
+    ("returned", "reward"),
+    [
+        (None, None),
+        (True, 1.0),
+        (2, 2.0),
+        (numpy.float32(0.5), 0.5),
+        (numpy.array(0.5), 0.5),
+        ({"planner": 1, "*": numpy.float32(0.5)}, {"planner": 1.0, "*": 0.5}),
+    ],
 )
 def test_returned_number_is_the_reward_and_none_leaves_the_reward_to_the_task(
-    returned: object, reward: float | None
+    returned: object, reward: Reward | None
 ) -> None:
     async def agent(*_: str) -> object:
         return returned
@@ -117,7 +129,9 @@ def test_an_episode_without_a_reward_waits_for_one_if_the_job_gives_it_time(retu
     assert (scored.later, waits.later) == ([False], [returned is None])
 
 
-@pytest.mark.parametrize("returned", ["much", "1", math.nan, math.inf, [1], 10**400, 1j])
+@pytest.mark.parametrize(
+    "returned", ["much", "1", math.nan, math.inf, [1], 10**400, 1j, {}, {"a": None}, {1: 1.0}, {"\ud800": 1.0}]
+)
 def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(returned: object) -> None:
     async def agent(*_: str) -> object:
         return returned
@@ -125,7 +139,19 @@ def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(ret
     store = RecordedResults()
     play(agent, store)
     assert store.finished == []
-    assert "return the reward, a finite number, or None" in store.failed[0][2]
+    assert f"return the reward, {REWARD}, or None" in store.failed[0][2]
+
+
+def test_rewards_by_name_that_the_store_refuses_fail_the_attempt_as_a_fault_of_the_agent() -> None:
+    async def agent(*_: str) -> object:
+        return {"plannr": 1.0}
+
+    store = RecordedResults()
+    store.refuses = "the reward of episode 0 has ['plannr']"
+    attempts = play(agent, store, episodes=1 + FAULTS_WINDOW // 2)
+    assert store.finished == []
+    assert store.failed[0] == (0, 1, store.refuses)
+    assert isinstance(attempts.error, WrongArgument), "a misspelt name in every attempt does not end the process"
 
 
 def test_exception_fails_the_attempt_with_its_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +224,7 @@ def test_returned_value_that_ends_the_program_fails_only_its_own_attempt() -> No
 
     store = RecordedResults()
     assert play(agent, store).error is None
-    assert "return the reward, a finite number, or None" in store.failed[0][2]
+    assert f"return the reward, {REWARD}, or None" in store.failed[0][2]
 
 
 def test_failures_of_attempts_that_the_store_has_ended_are_no_faults_of_the_agent() -> None:
