@@ -1,9 +1,10 @@
 """The HTTP application. It serves each API of :data:`.forms.FORMS` and a list of models from turns in the store.
 
 A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
-call if its connection broke or the server was restarted. The repeated call continues the same turns, because the store
-has everything that this process knows. In an attempt that replays an earlier attempt, a call takes over the turns that
-were recorded for the same call. A call waits for tokens for as long as the store or the rollouts are unavailable.
+call if its connection broke or the server was restarted. Not every client says so, so any call of the same meaning
+continues the newest turns whose answers were not delivered. Only if all were delivered does it open further turns: the
+agent wants several answers. In an attempt that replays an earlier attempt, a call takes over the turns that were
+recorded for the same call. A call waits for tokens for as long as the store or the rollouts are unavailable.
 During this time the agent gets white space before the JSON, or comments in a stream, so that its read timeout does not
 expire.
 """
@@ -27,7 +28,7 @@ from ...config.model_folder import max_length
 from ...core.run_spec import EndpointSettings, RunSpec
 from ..models.conversation import Chat, ModelChat
 from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
-from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkUnused, OpenTurn, Turn
+from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkAnswer, OpenTurn, Turn
 from ..trajectories.types import A, Done, Kind, P
 from .calls.call import Call, Policy
 from .calls.errors import ApiError
@@ -105,7 +106,7 @@ class _Served(Struct):
 
     connections: int = 0
     delivered: bool = False
-    """True if a connection has got a token."""
+    """True if the whole answer was written to a connection."""
 
 
 class Endpoint:
@@ -117,6 +118,8 @@ class Endpoint:
         ask: Sends requests to the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
         routes: Further routes.
+        outlived: True if attempts go on after the end of this process. The store must then know which answers were
+            delivered, and not only which were not.
     """
 
     def __init__(
@@ -126,9 +129,10 @@ class Endpoint:
         ask: AskStore,
         on_change: Callable[[], None] = lambda: None,
         routes: Sequence[Route] = (),
+        outlived: bool = False,
     ) -> None:
         self._run, self._chat, self._store = run, chat, ask
-        self._on_change = on_change
+        self._on_change, self._outlived = on_change, outlived
         policy = structs.replace(run.policy, max_length=run.max_length)
         self._preparation = Preparation(chat, policy)
         self._processes = PreparationProcesses(chat.model, policy)
@@ -140,8 +144,8 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
-        self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
-        """Reports to the store that no call waits for."""
+        self._reports: dict[asyncio.Future[list[Done | BaseException]], int] = {}
+        """Reports to the store about answers, each with its episode."""
         self.waiting = 0
         """Number of calls that wait for tokens."""
         self.answered = 0
@@ -209,15 +213,18 @@ class Endpoint:
         call = await self._parse(wire, body)
         chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
         digest = call.digest
+        if reports := [report for report, episode in self._reports.items() if episode == key.episode]:
+            await asyncio.wait(reports)
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
         earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
-        number = self._joined(key, digest, earlier, repeated.number) if repeated.repeated else None
+        number = self._joined(key, digest, earlier, episode.undelivered, repeated)
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
             last = [turn for turn in earlier if _number(turn) == number - 1]
-            self._report_unused([turn.id for turn in last if (key.episode, turn.request) not in self._served], False)
+            ended = [turn.id for turn in last if (key.episode, turn.request) not in self._served]
+            self._report(key.episode, ended, delivered=True, repeated=True)
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
             try:
                 return call, await self._open_turns(key, call, chat, number, known)
@@ -252,18 +259,23 @@ class Endpoint:
         ]
         return OpenedTurns(number, context.tokens, names, tuple(one.turn for one in opened), chat)
 
-    def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:
-        """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
+    def _joined(
+        self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], undelivered: Sequence[int], repeated: _Repeated
+    ) -> int | None:
+        """Return the number of the call that a request continues; None if it is a new call.
 
-        ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the ``number``
-        that the client names. Without such a call, it continues the newest call that no connection waits for. If a
-        connection waits for each call, it continues the newest call.
+        ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the number that
+        the client names; without it, the newest call whose answers were not delivered, and for which no connection
+        waits. If there is none, a request that the client has repeated continues the newest call for which no
+        connection waits or, if a connection waits for each, the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
-        if number in numbers:
-            return number
+        if repeated.number in numbers:
+            return repeated.number
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
-        return next(iter(free or numbers), None)
+        delivered = {_number(turn) for turn in earlier if turn.id not in undelivered}
+        lost = [number for number in free if number not in delivered]
+        return next(iter([*lost, *free, *numbers] if repeated.repeated else lost), None)
 
     async def _grow(self, answer: SampledAnswer) -> AsyncIterator[None]:
         """Add the tokens of a turn to its answer as they become durable, and yield after each addition."""
@@ -337,18 +349,18 @@ class Endpoint:
                 each.delivered |= reply.delivered
                 if not each.connections:
                     del self._served[episode, name]
-                    if not each.delivered:
-                        self._report_unused([turn], True)
+                    if self._outlived or not each.delivered:
+                        self._report(episode, [turn], delivered=each.delivered)
 
         return end
 
-    def _report_unused(self, turns: Sequence[int], undelivered: bool) -> None:
-        """Report to the store that the agent has not used the answers of these turns."""
+    def _report(self, episode: int, turns: Sequence[int], *, delivered: bool, repeated: bool = False) -> None:
+        """Report to the store what the agent has done with the answers of these turns."""
         if turns and not self._closing:
-            reports = [self._ask(MarkUnused, turn, undelivered) for turn in turns]
+            reports = [self._ask(MarkAnswer, turn, delivered, repeated) for turn in turns]
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
-            self._reports.add(sent)
-            sent.add_done_callback(self._reports.discard)
+            self._reports[sent] = episode
+            sent.add_done_callback(self._reports.pop)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
