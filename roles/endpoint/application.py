@@ -31,7 +31,7 @@ from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
 from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkAnswer, OpenTurn, Turn
 from ..trajectories.types import A, Done, Kind, P
 from .calls.call import Call, Policy
-from .calls.errors import ApiError
+from .calls.errors import ApiError, wrong
 from .forms import FORMS
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
 from .key import EpisodeKey
@@ -61,6 +61,10 @@ _RETRY_HEADER = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repetitions of a request."""
 _RELAY_HEADER = "x-rrl-relay"
 """Header that a relay sends; the relay then gets the position of a stream after each event."""
+_TRAIN_HEADER = "x-rrl-train"
+"""Header in which an agent says by 0 that an answer must not be trained."""
+_MAX_NAMES = 1000
+"""Maximum number of model names that are listed in the log. Agents choose the names."""
 _CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
 """Headers of a call that a relay repeats: the call's number, and the newest position that the relay received."""
 
@@ -143,6 +147,8 @@ class Endpoint:
         same time get different turns, and bounds the memory that an episode takes to one body."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
+        self._names = {MODEL}
+        """The names of models in requests so far."""
         self._closing = False
         self._reports: dict[asyncio.Future[list[Done | BaseException]], int] = {}
         """Reports to the store about answers, each with its episode."""
@@ -173,10 +179,10 @@ class Endpoint:
         if not key.attempt:
             message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
             raise ApiError(403, message, "permission_error", "episode_key_needed")
-        repeated = _repeated(request)
+        repeated, untrained = _repeated(request), _is_untrained(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
-            call, opened = await self._open(key, wire, body, repeated)
+            call, opened = await self._open(key, Work(FORMS[wire].parse, body, None, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
             end = self._begin(key.episode, opened, reply)
@@ -191,12 +197,14 @@ class Endpoint:
 
         return respond
 
-    async def _parse(self, wire: str, body: bytes) -> Call:
+    async def _parse(self, work: Work) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
-        work = Work(FORMS[wire].parse, body, None)
-        if len(body) <= INLINE_BYTES:
-            return self._preparation.parse(work)
-        return (await self._processes.prepare(work))[0]
+        small = len(work.body) <= INLINE_BYTES
+        call = self._preparation.parse(work) if small else (await self._processes.prepare(work))[0]
+        if call.model not in self._names and len(self._names) < _MAX_NAMES:
+            self._names.add(call.model)
+            _log.info("agents call the model %r; every name means the model that is trained", call.model)
+        return call
 
     async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
         """Find the context of a parsed call, where it was parsed."""
@@ -208,9 +216,9 @@ class Endpoint:
         return context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
+    async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
-        call = await self._parse(wire, body)
+        call = await self._parse(work)
         chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
         digest = call.digest
         if reports := [report for report, episode in self._reports.items() if episode == key.episode]:
@@ -232,13 +240,13 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        context = await self._context(call, chat, Work(FORMS[wire].parse, body, _with_path(episode.turns)))
+        context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
         return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
         """Open a turn for each answer to a call."""
         left = self._run.max_length - context.length
-        max_new = int(min(self._run.max_new, left, call.max_new or left))
+        max_new = int(min(self._run.max_new, left, left if call.max_new is None else max(1, call.max_new)))
         names = _names(call, number)
         opened = [
             await self._ask(
@@ -393,6 +401,14 @@ def _names(call: Call, number: int) -> tuple[str, ...]:
 def _number(turn: Turn) -> int:
     """Return the number of the call that opened a turn, as counted among the calls of the same meaning."""
     return int(turn.request.split("/")[1])
+
+
+def _is_untrained(request: Request) -> bool:
+    """Return whether the agent says that the answer must not be trained. Raises ApiError."""
+    train = request.headers.get(_TRAIN_HEADER, "1")
+    if train not in ("0", "1"):
+        raise wrong(_TRAIN_HEADER, "must be 0 (the answer is never trained) or 1")
+    return train == "0"
 
 
 def _repeated(request: Request) -> _Repeated:
