@@ -199,6 +199,8 @@ class FinishEpisode(Request[Done], frozen=True, tag=True):
     reward: Reward | None = None
     later: bool = False
     """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
+    failed: bool = False
+    """True for an attempt that has failed and is scored nevertheless; denied if it has no answer."""
 
 
 class PostReward(Request[Done], frozen=True, tag=True):

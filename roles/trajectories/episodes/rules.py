@@ -441,7 +441,7 @@ class Episodes:
         if reward is not None and (problem := _reward_problem(reward, complete, trainable)):
             return Denied(f"the reward of episode {number} {problem}", wrong_argument=True)
         if not trainable:
-            if episode.request is not None:
+            if episode.request is not None or request.failed:
                 return Denied(f"{NO_ANSWER}; ask it first, or report that the attempt failed", no_answer=True)
             self._count_failure(current, NO_ANSWER)
             return Done()
