@@ -15,10 +15,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from msgspec import Struct, structs
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -53,6 +55,8 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
+_MAX_NOTED = 500
+"""Maximum number of names of models, keys and kinds of tools that are logged. Agents choose them."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _ROOTS = ("/v1", "")
@@ -63,8 +67,6 @@ _RELAY_HEADER = "x-rrl-relay"
 """Header that a relay sends; the relay then gets the position of a stream after each event."""
 _TRAIN_HEADER = "x-rrl-train"
 """Header in which an agent says by 0 that an answer must not be trained."""
-_MAX_NAMES = 1000
-"""Maximum number of model names that are listed in the log. Agents choose the names."""
 _CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
 """Headers of a call that a relay repeats: the call's number, and the newest position that the relay received."""
 
@@ -147,9 +149,9 @@ class Endpoint:
         same time get different turns, and bounds the memory that an episode takes to one body."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
-        self._names = {MODEL}
-        """The names of models in requests so far."""
         self._closing = False
+        self._noted: set[str] = {MODEL}
+        """What the log says once: names of models, and what calls have in vain."""
         self._reports: dict[asyncio.Future[list[Done | BaseException]], int] = {}
         """Reports to the store about answers, each with its episode."""
         self.waiting = 0
@@ -164,6 +166,10 @@ class Endpoint:
                     for root in _ROOTS
                 ),
                 *(Route(f"{root}/models", self._models, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/models/{{name:path}}", self._model, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/messages/count_tokens", self._count, methods=["POST"]) for root in _ROOTS),
+                *(Route(path, _alive, methods=["HEAD"]) for path in ("/", "/api/hello")),
+                *(Route(f"{root}/responses", _no_socket, methods=["GET"]) for root in _ROOTS),
                 *routes,
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -171,14 +177,26 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         bearer_key(request, self._run.run, self._run.secret)
-        listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
-        return JSONResponse({"object": "list", "data": listed})
+        listed = {"data": [_model_object(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return JSONResponse({"object": "list", **listed})
+
+    async def _model(self, request: Request) -> Response:
+        bearer_key(request, self._run.run, self._run.secret)
+        return JSONResponse(_model_object(request.path_params["name"]))
+
+    async def _count(self, request: Request) -> Response:
+        """Return the number of tokens of the context that a call of the same body would have."""
+        key = self._episode_key(request)
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
+            work = Work(FORMS["messages"].parse, await read_body(request, self._max_body), None)
+            call = await self._parse(work)
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            episode = await self._known.read(key.episode, call.digest)
+            context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
+        return JSONResponse({"input_tokens": context.length})
 
     async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
-        key = bearer_key(request, self._run.run, self._run.secret)
-        if not key.attempt:
-            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
-            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        key = self._episode_key(request)
         repeated, untrained = _repeated(request), _is_untrained(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
@@ -197,14 +215,30 @@ class Endpoint:
 
         return respond
 
+    def _episode_key(self, request: Request) -> EpisodeKey:
+        """Return the content of a request's API key, which must be that of an episode. Raises ApiError."""
+        key = bearer_key(request, self._run.run, self._run.secret)
+        if not key.attempt:
+            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        return key
+
     async def _parse(self, work: Work) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
         small = len(work.body) <= INLINE_BYTES
         call = self._preparation.parse(work) if small else (await self._processes.prepare(work))[0]
-        if call.model not in self._names and len(self._names) < _MAX_NAMES:
-            self._names.add(call.model)
-            _log.info("agents call the model %r; every name means the model that is trained", call.model)
+        self._note(call.model, "agents call the model %r; every name means the model that is trained", call.model)
+        for key in call.overridden:
+            self._note(f"{key} =", "a call of %r asks for %s; it is sampled as the job says", call.model, key)
+        for key in call.ignored:
+            self._note(f"{key} ?", "a call of %r has %.100s, which is ignored, as in any call", call.model, key)
         return call
+
+    def _note(self, what: str, text: str, *given: str) -> None:
+        """Log a text the first time that there is something to say about ``what``."""
+        if what not in self._noted and len(self._noted) < _MAX_NOTED:
+            self._noted.add(what)
+            _log.info(text, *given)
 
     async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
         """Find the context of a parsed call, where it was parsed."""
@@ -219,7 +253,10 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         call = await self._parse(work)
-        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        chat: Chat = self._chat
+        if call.tools or call.constraint:
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            call = await asyncio.to_thread(self._preparation.masked, call, chat)
         digest = call.digest
         if reports := [report for report, episode in self._reports.items() if episode == key.episode]:
             await asyncio.wait(reports)
@@ -369,6 +406,24 @@ class Endpoint:
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
             self._reports[sent] = episode
             sent.add_done_callback(self._reports.pop)
+
+
+async def _alive(_: Request) -> Response:
+    """Answer a client that asks only whether there is a server."""
+    return Response()
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    """Return a model as OpenAI's and Anthropic's clients expect it; every name means the model that is trained."""
+    dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, "object": "model", "type": "model", "display_name": name, **dates, "owned_by": "rrl"}
+
+
+async def _no_socket(request: Request) -> Response:
+    """Refuse a WebSocket with the status at which Codex uses HTTP at once."""
+    if "upgrade" not in request.headers:
+        raise HTTPException(405, "Method Not Allowed")
+    return Response("responses are served over HTTP", 426)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
