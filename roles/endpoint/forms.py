@@ -34,13 +34,22 @@ class Form(Struct, frozen=True):
     """Returns the body of an error."""
     overloaded: int = 503
     """Status with which the client repeats the request later."""
+    last: tuple[bytes, ...] = (b"data: [DONE]",)
+    """Beginnings of the event that is the last one of a stream."""
 
 
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
-    "responses": Form("/responses", parse_responses, ResponsesWriter),
-    "messages": Form("/messages", parse_messages, MessagesWriter, messages_error, 529),
+    "responses": Form(
+        "/responses",
+        parse_responses,
+        ResponsesWriter,
+        last=(b"event: response.completed", b"event: response.incomplete"),
+    ),
+    "messages": Form(
+        "/messages", parse_messages, MessagesWriter, messages_error, 529, last=(b"event: message_stop",)
+    ),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""
 

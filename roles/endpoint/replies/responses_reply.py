@@ -135,7 +135,7 @@ class ResponsesWriter:
         reasoning = len(self._tokenizer.encode(shown.reasoning)) if shown.reasoning else 0  # about what was sampled
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": min(reasoning, sampled)},
             "total_tokens": prompt + sampled,
