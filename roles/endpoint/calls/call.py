@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -45,6 +46,19 @@ class Policy(Struct, frozen=True):
     """Maximum number of tokens of context and answer together."""
 
 
+class ToolName(Struct, frozen=True):
+    """A tool that the agent calls in another way than the model."""
+
+    name: str
+    """Its name for the model."""
+    own: str
+    """Its name for the agent."""
+    namespace: str = ""
+    """The agent's namespace of the tool; empty if it is in none."""
+    custom: bool = False
+    """True if the agent's tool takes a text, which is the argument ``input`` for the model."""
+
+
 class Call(Struct, frozen=True):
     """A request for answers."""
 
@@ -58,11 +72,13 @@ class Call(Struct, frozen=True):
     """The plain prompt, as text or tokens."""
     choices: int = 1
     max_new: int | None = None
-    """Maximum number of tokens to sample; None if the job's limit applies."""
+    """Maximum number of tokens to sample, where 0 means 1; None if the job's limit applies."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
     tools: str = ""
     """OpenAI's list of tools as JSON; empty if there is none."""
+    tool_names: tuple[ToolName, ...] = ()
+    """The tools that the agent calls in another way than the model."""
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     constraint: str = ""
@@ -71,6 +87,8 @@ class Call(Struct, frozen=True):
     """The sampling of a call that is not trained; None for any other call."""
     overridden: tuple[str, ...] = ()
     """Keys with which the call asked for other sampling, and which the job overrides."""
+    ignored: tuple[str, ...] = ()
+    """What the request has, and the answer does not: keys and kinds of tools, for the log."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream must end with the numbers of tokens of the request and its answers."""
@@ -108,6 +126,18 @@ def identified(call: Call) -> Call:
         call.sampling,
     )
     return msgspec.structs.replace(call, hashes=hashes, digest=_hash(msgspec.json.encode(meaning)))
+
+
+def is_untrained(call: Call, policy: Policy) -> bool:
+    """Return whether the name of its model or its limit says that a call is only served, and not trained."""
+    probe = call.max_new is not None and call.max_new <= 1
+    return probe or any(fnmatchcase(call.model, pattern) for pattern in policy.untrained)
+
+
+def as_untrained(call: Call) -> Call:
+    """Return a call as one whose answer is context; a trained call of otherwise the same meaning is another call."""
+    digest = _hash(f"{call.digest} untrained".encode())
+    return msgspec.structs.replace(call, sampling=call.sampling or Sampling(), digest=digest)
 
 
 def rolling_hashes(messages: Sequence[Message], before: str = "") -> tuple[str, ...]:

@@ -75,10 +75,10 @@ class EpisodeRecords:
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
-                episode.turns[turn].unused = False
+                episode.turns[turn].unused = episode.turns[turn].delivered = False
                 episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
-            case TurnUnused(turn, _, unused):
-                episode.turns[turn].unused = unused
+            case TurnUnused(turn, _, unused, delivered):
+                episode.turns[turn].unused, episode.turns[turn].delivered = unused, delivered
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
             case EpisodeFinished(_, _, counted, reward, later, unused_turns):
@@ -178,8 +178,8 @@ def records_of(track: TrajectoryState) -> Iterator[Record]:
         yield turn.turn
         if number not in episode.recorded and turn.turn.attempt < episode.attempt:
             yield TurnTaken(number, track.id)
-        if turn.unused and not track.finished:
-            yield TurnUnused(number, track.id)
+        if (turn.unused or turn.delivered) and not track.finished:
+            yield TurnUnused(number, track.id, turn.unused, turn.delivered)
         yield from records_of(turn)
     if track.finished:
         unused = tuple(number for number, turn in episode.turns.items() if turn.unused)

@@ -39,6 +39,8 @@ class TrajectoryState(Struct, eq=False):
     """The record that created the turn; None for a trajectory or episode."""
     unused: bool = False
     """True for a turn whose answer the agent has not used, as far as it is known now."""
+    delivered: bool = False
+    """True for a turn whose answer the agent has got, if an endpoint has said so."""
     asked_by: Incarnation | None = None
     """Incarnation that asked for the turn last; None if it did so at an earlier process of the store."""
     episode: EpisodeState | None = None

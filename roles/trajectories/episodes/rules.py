@@ -17,6 +17,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import Literal, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ....core.text import on_one_line, shortened
 from ....core.types import Incarnation, OutsideKind, OutsideWait
@@ -44,7 +45,7 @@ from .requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
-    MarkUnused,
+    MarkAnswer,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -267,7 +268,7 @@ class Episodes:
                 self._durable.write(CallBlamed(created.group, call))
             if counts[call] > 1:
                 why = f"{incarnation.replica} ended {counts[call]} times right after the same call of item"
-                blamed[number] = counts[call], f"{why} {created.item} (SHA-256 of its body: {call[:12]}…)"
+                blamed[number] = counts[call], f"{why} {created.item} (digest of the call: {call[:12]}…)"
         return blamed
 
     def forget(self, group: Group) -> None:
@@ -290,15 +291,15 @@ class Episodes:
                 return current if isinstance(current, Denied) else self._turns.open(request, episode_of(current))
             case EndTurn():
                 return self._turns.end(request)
-            case MarkUnused():
-                return self._turns.mark_unused(request)
+            case MarkAnswer():
+                return self._turns.mark(request)
             case Follow(_, turn, offset):
                 return self._turns.follow(turn, offset)
             case GetEpisode(incarnation, episode, holding, call):
                 track = self._state.trajectories.get(episode)
                 if call and track is not None and track.is_at_work:
                     self._calls[episode] = incarnation, call
-                return self._shown(episode, holding)
+                return self._shown(episode, holding, call)
             case FinishEpisode():
                 return self._finish(request)
             case PostReward(_, episode, attempt, reward):
@@ -434,12 +435,13 @@ class Episodes:
         episode = episode_of(current)
         complete = [turn for turn in episode.made if turn.finished]
         used = continued(episode.made, episode.turns)
-        unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
+        lost = [turn for turn in complete if turn.unused or self._is_undelivered(turn, episode)]
+        unused = tuple(turn.id for turn in lost if turn.id not in used)
         trainable = [turn for turn in complete if turn.length and not is_foreign(turn) and turn.id not in unused]
         if reward is not None and (problem := _reward_problem(reward, complete, trainable)):
             return Denied(f"the reward of episode {number} {problem}", wrong_argument=True)
         if not trainable:
-            if episode.request is not None:
+            if episode.request is not None or request.failed:
                 return Denied(f"{NO_ANSWER}; ask it first, or report that the attempt failed", no_answer=True)
             self._count_failure(current, NO_ANSWER)
             return Done()
@@ -481,11 +483,22 @@ class Episodes:
             return Denied(f"attempt {attempt} at episode {number} has {ended}", fenced_attempt=True)
         return track
 
-    def _shown(self, number: int, holding: Iterable[int]) -> EpisodeTurns | Denied:
+    def _shown(self, number: int, holding: Iterable[int], call: str) -> EpisodeTurns | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
-        return shown_turns(track.episode, frozenset(holding))
+        episode = track.episode
+        same = [turn for turn in episode.made if turn.turn is not None and turn.turn.request.startswith(f"{call}/")]
+        undelivered = {turn.id for turn in same if self._is_undelivered(turn, episode)}
+        if undelivered:
+            undelivered -= continued(episode.made, episode.turns)
+        return replace(shown_turns(episode, frozenset(holding)), undelivered=tuple(sorted(undelivered)))
+
+    def _is_undelivered(self, turn: TrajectoryState, episode: EpisodeState) -> bool:
+        """Return whether no agent has got an answer: its endpoint has said so, or has ended without saying anything."""
+        asked_by = turn.asked_by or episode.holder
+        ended = asked_by is not None and self._rules.check_worker(asked_by) is not None
+        return not turn.delivered and (turn.unused or ended)
 
     # ── rewards that come later ────────────────────────────────────────────────────────────────────────────────────
     def _post_reward(self, number: int, attempt: int, reward: Reward) -> Done | Denied:

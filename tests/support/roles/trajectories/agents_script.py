@@ -33,7 +33,7 @@ from rrl.roles.trajectories.episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
-    MarkUnused,
+    MarkAnswer,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -218,7 +218,7 @@ class AgentsScript:
                 cut = self._turn(item, "cut", first, 4, (9, 5, 6), step, ends=False)
                 self._call(EndTurn(self._of(item), cut, 2))
             unused = self._turn(item, "unused", first, 4, (6, 1), step)
-            self._call(MarkUnused(self._of(item), unused, False))
+            self._call(MarkAnswer(self._of(item), unused, delivered=True, repeated=True))
             self._turn(item, "foreign", first, 4, (4, 1), step, sampling=Sampling(temperature=0.5))
 
     def _turn(

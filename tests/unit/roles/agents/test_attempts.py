@@ -15,7 +15,7 @@ from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
 from rrl.roles.agents.user_program import ProgramFailed
 from rrl.roles.models.rewards import REWARD, Reward
-from rrl.roles.trajectories.client import FencedAttempt, WrongArgument
+from rrl.roles.trajectories.client import FencedAttempt, NoAnswer, WrongArgument
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 
 DEADLINE_S = 60.0
@@ -37,9 +37,17 @@ class RecordedResults:
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
         self.refuses = ""
+        self.no_answer = False
+        self.scored_failures: list[tuple[int, int, Reward | None]] = []
 
     async def __call__(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         match kind(WHO, *arguments, **named):
+            case FinishEpisode(_, episode, attempt, reward, _, True):
+                if self.fenced:
+                    raise FencedAttempt("a later attempt is made")
+                if self.no_answer:
+                    raise NoAnswer("the agent has no answer")
+                self.scored_failures.append((episode, attempt, reward))
             case FinishEpisode(_, episode, attempt, reward, later):
                 if self.fenced:
                     raise FencedAttempt("a later attempt is made")
@@ -63,9 +71,10 @@ def play(
     episodes: int = 1,
     timeout: float = 1e3,
     reward_timeout: float | None = None,
+    failed_reward: float | None = None,
 ) -> Attempts:
     """Make the first attempt at each of some episodes, one after the other, and return once all have ended."""
-    settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
+    settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout, failed_reward=failed_reward)
     context = AgentContext(agent, settings, item_text, HERE.parent)
 
     async def main() -> Attempts:
@@ -280,3 +289,56 @@ def test_cancelled_attempts_are_reported_nowhere() -> None:
 
     attempts = asyncio.run(main())
     assert (store.finished, store.failed, attempts.episodes, attempts.error) == ([], [], (), None)
+
+
+# ── failed_reward ────────────────────────────────────────────────────────────────────────────────────────────────────
+def raises(error: BaseException) -> Callable[[str, str, str], Awaitable[Any]]:
+    async def agent(*_: str) -> float:
+        raise error
+
+    return agent
+
+
+@pytest.mark.parametrize("error", [ValueError("cut answer"), ProgramFailed("codex ended with exit code 1", False)])
+def test_attempt_that_its_own_code_ended_gets_the_jobs_reward_and_is_no_fault(error: Exception) -> None:
+    store = RecordedResults()
+    attempts = play(raises(error), store, FAULTS_WINDOW, failed_reward=-1.0)
+    assert store.scored_failures == [(episode, 1, -1.0) for episode in range(FAULTS_WINDOW)]
+    assert (store.failed, store.finished, attempts.error) == ([], [], None)
+    assert str(error) in attempts.note
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("proxy"), ProgramFailed("codex ended with signal 9", True)])
+def test_attempt_that_something_outside_of_its_code_ended_is_never_scored(error: Exception) -> None:
+    store = RecordedResults()
+    play(raises(error), store, failed_reward=-1.0)
+    assert (store.scored_failures, len(store.failed)) == ([], 1)
+
+
+def test_attempt_that_takes_too_long_or_returns_no_reward_is_never_scored() -> None:
+    async def waits(*_: str) -> float:
+        await asyncio.sleep(DEADLINE_S)
+        return 1.0
+
+    async def returns(*_: str) -> str:
+        return "much"
+
+    store = RecordedResults()
+    play(waits, store, timeout=0.01, failed_reward=-1.0)
+    play(returns, store, failed_reward=-1.0)
+    assert (store.scored_failures, len(store.failed)) == ([], 2)
+
+
+def test_attempt_without_an_answer_fails_with_its_own_reason_and_counts_as_a_fault() -> None:
+    store = RecordedResults()
+    store.no_answer = True
+    attempts = play(raises(ValueError("broken")), store, FAULTS_WINDOW, failed_reward=0.0)
+    assert isinstance(attempts.error, ValueError)
+    assert all("broken" in why for _, _, why in store.failed)
+
+
+def test_failure_of_an_attempt_that_is_over_is_never_scored() -> None:
+    store = RecordedResults()
+    store.fenced = True
+    play(raises(ValueError("broken")), store, failed_reward=0.0)
+    assert (store.scored_failures, store.failed) == ([], [])
