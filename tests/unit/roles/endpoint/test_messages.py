@@ -219,7 +219,7 @@ def test_episode_with_tools_is_one_branch_without_tokens_encoded_again(scene: Me
     while True:
         billing += 1
         system = [{"type": "text", "text": f"x-anthropic-billing-header: {billing}"}, {"type": "text", "text": "Be."}]
-        asked = {"messages": messages, "tools": TOOLS, "system": system}
+        asked: dict[str, Any] = {"messages": messages, "tools": TOOLS, "system": system}
         message = gathered(scene.stream(**asked)) if streamed else scene.post(**asked).json()
         calls = [block["id"] for block in message["content"] if block["type"] == "tool_use"]
         if not calls:
@@ -290,7 +290,7 @@ def test_stream_of_an_ended_attempt_is_cut_and_not_ended(scene: MessagesScene) -
 # ── beside the answers ───────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("root", ["", "/v1"])
 def test_tokens_are_counted_without_opening_a_turn(scene: MessagesScene, root: str) -> None:
-    body = {"tools": TOOLS, "system": "Be."}
+    body: dict[str, Any] = {"tools": TOOLS, "system": "Be."}
     counted = scene.post(f"{root}/messages/count_tokens", **body).json()
     assert scene.opened == []
     scene.says(CALL)

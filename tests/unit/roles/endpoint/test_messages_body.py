@@ -35,7 +35,7 @@ def parse(policy: Policy = POLICY, **changed: Any) -> Call:
 
 def of_claude(billing: str, cached: int, **more: Any) -> dict[str, Any]:
     """Return a call of Claude Code 2.1.332, shortened: what changes from call to call is given."""
-    blocks: list[Any] = [
+    messages: list[Any] = [
         {"role": "user", "content": [text("<system-reminder>"), text("Look.")]},
         {"role": "system", "content": [text("# Environment")]},
         {
@@ -50,10 +50,10 @@ def of_claude(billing: str, cached: int, **more: Any) -> dict[str, Any]:
             "content": [{"tool_use_id": "toolu_2", "type": "tool_result", "content": "room 1", "is_error": False}],
         },
     ]
-    blocks[cached]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+    messages[cached]["content"][-1]["cache_control"] = {"type": "ephemeral"}
     system = [text(f"x-anthropic-billing-header: {billing}"), text("You are an agent."), text("\nYou work.")]
     return {
-        "messages": blocks,
+        "messages": messages,
         "system": system,
         "tools": [{**TOOL, "defer_loading": True, "strict": True}],
         "metadata": {"user_id": billing},
@@ -201,7 +201,7 @@ def tables(required: dict[str, Any], **optional: Any) -> Any:
 
 
 kinds = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference", "image")
-blocks = st.deferred(
+blocks: Any = st.deferred(
     lambda: tables(
         {"type": st.sampled_from(kinds)},
         text=st.text(max_size=4),
