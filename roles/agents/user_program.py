@@ -7,13 +7,14 @@ of the item is in ``RRL_ITEM``, and the program prints the reward.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ...core.text import on_one_line
 from .user_function import Agent
@@ -22,7 +23,7 @@ ITEM_ENV = "RRL_ITEM"
 """Environment variable with the text of the item."""
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
 """Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 2**15
 """Number of bytes kept from the end of each output. The last line of stdout is the reward, and the last line of stderr
 is the reason of a failure."""
 _LAST_READS = 16
@@ -47,15 +48,15 @@ class ProgramFailed(Exception):
 def program_agent(command: Sequence[str], folder: Path) -> Agent:
     """Return an agent that starts a command for each attempt, and kills the command's process group after the attempt.
 
-    The agent returns the last line of stdout as a number, or None if that line is not a number. It raises
-    :class:`ProgramFailed` for an exit code other than 0.
+    The agent returns the last line of stdout, a number or a JSON object of rewards by name, or None if that line is
+    neither. It raises :class:`ProgramFailed` for an exit code other than 0.
 
     Args:
         command: The program and its arguments.
         folder: Folder of job.toml, in which the program runs.
     """
 
-    async def run(item: str, base_url: str, api_key: str) -> float | None:
+    async def run(item: str, base_url: str, api_key: str) -> Any:
         process = _start(command, folder, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, ITEM_ENV: item})
         assert process.stdout is not None
         assert process.stderr is not None
@@ -68,12 +69,12 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
             try:
                 await _ended(process.pid)
             finally:
-                printed, reason, code = output.close(), errors.close(), process.poll()
+                printed, reason, code = output.close(), errors.close()[:_MAX_REASON_CHARS], process.poll()
         if code:
             how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
             why = f"{command[0]} ended with {how}{': ' if reason else ''}{reason}"
             raise ProgramFailed(why, environmental=code < 0 or code == TEMPORARY_FAILURE)
-        return _number(printed)
+        return _result(printed)
 
     return run
 
@@ -110,7 +111,7 @@ class _Tail:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
         lines = [line for line in self._content.decode(errors="replace").splitlines() if line.strip()]
-        return on_one_line(lines[-1]).strip()[:_MAX_REASON_CHARS] if lines else ""
+        return on_one_line(lines[-1]).strip() if lines else ""
 
     def _read(self) -> bool:
         """Read what the pipe contains, and return whether there may be more."""
@@ -142,8 +143,8 @@ async def _ended(pid: int) -> None:
         os.close(descriptor)
 
 
-def _number(line: str) -> float | None:
+def _result(line: str) -> Any:
     try:
-        return float(line)
-    except ValueError:
+        return json.loads(line) if line.startswith("{") else float(line)
+    except (ValueError, RecursionError):
         return None

@@ -34,13 +34,36 @@ class Form(Struct, frozen=True):
     """Returns the body of an error."""
     overloaded: int = 503
     """Status with which the client repeats the request later."""
+    last: tuple[bytes, ...] = (b"data: [DONE]",)
+    """Beginnings of the event that is the last one of a stream."""
+    failed: bytes = b"data: {%(members)s}\n\n"
+    """Event of an error in a stream without any other event, around the members of the error's object."""
+    alive: tuple[bytes, ...] = ()
+    """Beginnings of the event that says only that the stream is alive."""
 
 
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
-    "responses": Form("/responses", parse_responses, ResponsesWriter),
-    "messages": Form("/messages", parse_messages, MessagesWriter, messages_error, 529),
+    "responses": Form(
+        "/responses",
+        parse_responses,
+        ResponsesWriter,
+        last=(b"event: response.completed", b"event: response.incomplete"),
+        failed=b'event: response.failed\ndata: {"type": "response.failed", "sequence_number": 0, %(members)s,'
+        b' "response": {"id": "", "object": "response", "status": "failed", "output": [], %(members)s}}\n\n',
+        alive=(b"event: response.in_progress",),
+    ),
+    "messages": Form(
+        "/messages",
+        parse_messages,
+        MessagesWriter,
+        messages_error,
+        529,
+        last=(b"event: message_stop",),
+        failed=b"event: error\ndata: {%(members)s}\n\n",
+        alive=(b"event: ping",),
+    ),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""
 

@@ -83,10 +83,6 @@ class MessagesWriter:
         """Return an event, because some clients count a stream that has only comments as idle."""
         return _event("ping")
 
-    def failed(self, error: ApiError) -> bytes:
-        """Return the error as an event."""
-        return _event(**messages_error(error))
-
     # ── the message and its blocks ─────────────────────────────────────────────────────────────────────────────────
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": f"msg_{self._turn}", "type": "message", "role": "assistant"}

@@ -16,7 +16,6 @@ import msgspec
 
 from ...models.conversation import Message, ToolCall
 from ..calls.call import Call, ToolName
-from ..calls.errors import ApiError
 from ..calls.reasoning import seal
 from .answer import End, SampledAnswer
 from .writer import OpenedTurns
@@ -71,12 +70,6 @@ class ResponsesWriter:
     def alive(self) -> bytes:
         """Return an event, because Codex counts a stream that has only comments as idle."""
         return self._event("response.in_progress", response=self._response("in_progress"))
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event of a response that failed."""
-        told = error.body["error"]
-        problem = {"code": told["code"] or told["type"], "message": told["message"]}
-        return self._event("response.failed", response=self._response("failed", error=problem))
 
     @property
     def position(self) -> str:
@@ -135,7 +128,7 @@ class ResponsesWriter:
         reasoning = len(self._tokenizer.encode(shown.reasoning)) if shown.reasoning else 0  # about what was sampled
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": min(reasoning, sampled)},
             "total_tokens": prompt + sampled,

@@ -45,11 +45,16 @@ def test_program_gets_item_url_and_key_in_its_environment_and_starts_in_the_jobs
         ("", None),
         ("import sys\nprint(0.5)\nprint(0.75, file=sys.stderr)", 0.5),
         ("print('x' * 10**6)\nprint(-2)", -2.0),
+        ('print(\'{"planner": 0.5, "*": 1}\')', {"planner": 0.5, "*": 1}),
+        (
+            "import json\nprint(json.dumps({f'{n:0>200}': 1.0 for n in range(64)}))",
+            {f"{n:0>200}": 1.0 for n in range(64)},
+        ),
+        ("print('{}')", {}),
+        ("print('{planner: 1}')", None),
     ],
 )
-def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(
-    tmp_path: Path, source: str, reward: float | None
-) -> None:
+def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(tmp_path: Path, source: str, reward: object) -> None:
     assert run(tmp_path, source) == reward
 
 
