@@ -185,13 +185,9 @@ def _messages(instructions: Any, given: Any, offered: _Offered) -> tuple[Message
     made: list[Message | _Answer] = [Message(SYSTEM, instructions)] if instructions else []
     for place, item in enumerate(items):
         _add_item(made, item, f"input[{place}]", offered)
-    messages = [each.message() if isinstance(each, _Answer) else each for each in made]
-    count = next((place for place, each in enumerate(messages) if each.role != SYSTEM), len(messages))
-    if count > 1:
-        messages[:count] = [Message(SYSTEM, "\n\n".join(each.content for each in messages[:count]))]
-    if not messages:
+    if not made:
         raise wrong("input", "has no message")
-    return tuple(messages)
+    return tuple(each.message() if isinstance(each, _Answer) else each for each in made)
 
 
 def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Offered) -> None:
@@ -204,7 +200,7 @@ def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Of
                 raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
             if role != ASSISTANT:
                 several = parts if len(parts) > 1 else ()
-                made.append(Message(SYSTEM if role == DEVELOPER else role, "\n".join(parts), parts=several))
+                made.append(Message(role, "\n".join(parts), parts=several))
             else:
                 answer = _answer_of(made, item, kind)
                 answer.text = "\n".join((*filter(None, [answer.text]), *parts))

@@ -300,7 +300,7 @@ def test_completions_take_text_or_tokens(scene: Scene) -> None:
 def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(scene: Scene) -> None:
     assert [model.id for model in scene.client().models.list()] == ["policy"]
     with pytest.raises(openai.NotFoundError, match="this server answers POST /v1/chat/completions"):
-        scene.client().responses.create(model="any", input="hi")
+        scene.client().embeddings.create(model="any", input="hi")
 
 
 def test_garbage_and_oversized_bodies_get_an_error_and_the_server_continues(
