@@ -1,4 +1,7 @@
-"""Commands that start, show, continue and end runs, and connect agents to them. Each imports its module only when it runs."""
+"""Commands that start, show, continue and end runs, and that connect agents to them.
+
+Each imports its module only when it runs.
+"""
 
 from __future__ import annotations
 
