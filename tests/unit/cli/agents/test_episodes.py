@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.api.sampled_steps import read_store
 from rrl.cli import main
-from rrl.cli.agents.episodes import read_store
 from rrl.cli.views.episode_trees import Episode, episodes_of
 from rrl.cli.views.episodes import episode_view, episodes_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Version
 from rrl.roles.trajectories.episodes.requests import FinishEpisode, LeasedEpisodes, OpenEpisode, OpenTurn, TurnOpened
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
@@ -29,13 +30,23 @@ from rrl.tests.support.roles.trajectories.agents import (
     OTHER_AGENTS,
     ask,
     episodes,
+    evaluated,
     fail,
     finish,
     open_agents_store,
     sample,
     turn,
 )
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, figures_of, incarnation_of, lease, segment
+from rrl.tests.support.roles.trajectories.crew import (
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    figures_of,
+    incarnation_of,
+    lease,
+    segment,
+)
 
 RUN = "small-7"
 
@@ -175,6 +186,19 @@ def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store:
     assert answer(store, FinishEpisode(replica, item.episode, 1, None, True)) == Done()
     store.flush()
     assert read(run)[0].state == "awaits reward"
+
+
+def test_begun_episodes_of_the_open_evaluation_are_listed_and_none_of_their_tokens_is_trained(run: RunDir) -> None:
+    store = open_agents_store(run.store, **evaluated("own"))
+    assert store.report_versions(TRAINER, (Version(0, 1),)) is None
+    item, _ = episodes(store, 2)
+    turn(store, item, (2, 3), (5, 1))
+    finish(store, item)
+    store.flush()
+    found = [one for one in read(run) if one.split == "eval"]
+    assert [(one.state, one.sampled, one.trained) for one in found] == [("scored", 2, None), ("at work", 0, None)]
+    assert "1 scored (eval), 1 at work (eval)" in drawn(episodes_view(found), 100)
+    assert "item 0, of the evaluation" in drawn(episode_view(found[0]), 100)
 
 
 def test_figures_of_a_step_have_the_episodes_in_progress(store: Store) -> None:
