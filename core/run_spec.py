@@ -517,6 +517,7 @@ class AgentsSettings(Struct, frozen=True):
     timeout: float = 1200.0
     reward_timeout: float | None = None
     retries: int = 2
+    failed_reward: float | None = None
     on_death: Literal["replay", "again", "drop"] = "replay"
 
 
@@ -524,7 +525,9 @@ class EndpointSettings(Struct, frozen=True):
     """Settings of :class:`rrl.config.job.roles.EndpointRole`; times and retries apply without ``[roles.agents]``."""
 
     port: int = 0
-    foreign: Literal["refuse", "context"] = "refuse"
+    foreign: Literal["refuse", "context", "override"] = "refuse"
+    constraints: Literal["ask", "enforce", "refuse"] = "ask"
+    untrained: tuple[str, ...] = ("*haiku*",)
     timeout: float = 1200.0
     retries: int = 2
     reward_timeout: float | None = None

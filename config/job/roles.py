@@ -305,6 +305,9 @@ class AgentsRole(Role):
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of further attempts at an episode whose agent failed (an exception, or the timeout). If they fail too, its
     group is dropped with the reason. A failed attempt is never scored zero."""
+    failed_reward: float | None = None
+    """Reward of an attempt that the agent's own code ended by an exception or an exit code, after the model has
+    answered. Default: such an attempt has failed, and is not scored."""
     on_death: Literal["replay", "again", "drop"] = "replay"
     """What happens to the episodes of a replica that dies. replay: the code runs again, and each call that equals a
     recorded call gets the recorded answer; again: the episodes begin again without the recorded answers; drop: their
@@ -326,10 +329,17 @@ class EndpointRole(Role):
     port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
     """TCP port on which each replica listens, at its node's address on the network of the run; 0 selects any free port,
     which changes with each restart."""
-    foreign: Literal["refuse", "context"] = _ENDPOINT.foreign
+    foreign: Literal["refuse", "context", "override"] = _ENDPOINT.foreign
     """What happens to a call that would sample from another policy than the job's, because of its temperature,
     penalties, seed or the like. refuse: it gets status 400, with the name of the key. context: it is served, and its
-    answer is context that is never trained."""
+    answer is context that is never trained. override: it is sampled as the job says, and trained."""
+    constraints: Literal["ask", "enforce", "refuse"] = _ENDPOINT.constraints
+    """What happens to a call that wants an answer of a schema, or a tool call. ask: the prompt says so, and the answer
+    is sampled freely and trained. enforce: the engine allows nothing else, and the answer is context that is never
+    trained. refuse: it gets status 400, with the name of the key."""
+    untrained: Annotated[tuple[str, ...], Field(strict=False)] = _ENDPOINT.untrained
+    """Patterns of model names (``*`` stands for any text). Calls of these models are served by the model that is
+    trained, and their answers are context that is never trained."""
     timeout: OptionalTime = None
     """Longest time of one attempt at an episode; a longer attempt has failed. Default: 20 min. With [roles.agents], set
     this key in that table."""

@@ -1,4 +1,4 @@
-"""The HTTP application. It serves OpenAI's chat completions, completions and models from turns in the store.
+"""The HTTP application. It serves each API of :data:`.forms.FORMS` and a list of models from turns in the store.
 
 A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
 call if its connection broke or the server was restarted. The repeated call continues the same turns, because the store
@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
-import msgspec
 from msgspec import Struct, structs
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,19 +24,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config.model_folder import max_length
-from ...core.run_spec import RunSpec
+from ...core.run_spec import EndpointSettings, RunSpec
 from ..models.conversation import Chat, ModelChat
 from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
 from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkUnused, OpenTurn, Turn
 from ..trajectories.types import A, Done, Kind, P
-from .calls.call import Call, Policy, body_digest
+from .calls.call import Call, Policy
 from .calls.errors import ApiError
+from .forms import FORMS
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
 from .key import EpisodeKey
 from .preparation_processes import PreparationProcesses
 from .replies import reply as replies
 from .replies.answer import SampledAnswer, answer_format
-from .replies.reply import OpenedTurns, Reply
+from .replies.reply import Reply
+from .replies.writer import OpenedTurns
 from .turns.known_turns import KnownTurns
 from .turns.preparation import Preparation, Work
 from .turns.turn_context import Context, Paths
@@ -52,6 +54,8 @@ _BYTES_PER_TOKEN = 1024
 of which JSON may need 6; the rest is markup."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
+_ROOTS = ("/v1", "")
+"""Beginnings of the paths: a client may be given a base URL with or without the version."""
 _RETRY_HEADER = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repetitions of a request."""
 _RELAY_HEADER = "x-rrl-relay"
@@ -81,9 +85,9 @@ def served_run(job: RunSpec, run: str, secret: bytes) -> ServedRun:
         run: Name of the run directory.
         secret: The secret of the run.
     """
-    foreign = "refuse" if job.endpoint is None else job.endpoint.foreign
-    longest = max_length(job.model.path, job.model.max_length)
-    return ServedRun(run, secret, Policy(job.sampling.temperature, foreign), job.sampling.max_new_tokens, longest)
+    settings, longest = job.endpoint or EndpointSettings(), max_length(job.model.path, job.model.max_length)
+    policy = Policy(job.sampling.temperature, settings.foreign, settings.constraints, settings.untrained)
+    return ServedRun(run, secret, policy, job.sampling.max_new_tokens, longest)
 
 
 class _Repeated(Struct, frozen=True):
@@ -91,7 +95,7 @@ class _Repeated(Struct, frozen=True):
 
     repeated: bool = False
     number: int | None = None
-    """Number of the call among the calls with the same body; None if the client does not know it."""
+    """Number of the call among the calls of the same meaning; None if the client does not know it."""
     sent: str = ""
     """Position that the broken stream had reached; empty if the client does not know it."""
 
@@ -144,9 +148,12 @@ class Endpoint:
         """Number of answers that were completed."""
         self.application = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
+                *(
+                    Route(f"{root}{form.path}", partial(self._answer, wire=wire), methods=["POST"])
+                    for wire, form in FORMS.items()
+                    for root in _ROOTS
+                ),
+                *(Route(f"{root}/models", self._models, methods=["GET"]) for root in _ROOTS),
                 *routes,
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -157,13 +164,7 @@ class Endpoint:
         listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
         return JSONResponse({"object": "list", "data": listed})
 
-    async def _chat_completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, chat=True)
-
-    async def _completions(self, request: Request) -> ASGIApp:
-        return await self._answer(request, chat=False)
-
-    async def _answer(self, request: Request, *, chat: bool) -> ASGIApp:
+    async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
         key = bearer_key(request, self._run.run, self._run.secret)
         if not key.attempt:
             message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
@@ -171,8 +172,9 @@ class Endpoint:
         repeated = _repeated(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
-            call, opened = await self._open(key, chat, body, repeated)
-            reply = Reply(call, opened, self._grow, _RELAY_HEADER in request.headers, repeated.sent)
+            call, opened = await self._open(key, wire, body, repeated)
+            writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
+            reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
             end = self._begin(key.episode, opened, reply)
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,22 +187,28 @@ class Endpoint:
 
         return respond
 
-    async def _prepare(self, work: Work) -> tuple[Call, Chat, Context | None]:
-        """Parse a call, and find its context: here if the body is small, and otherwise in a process."""
-        context, small = None, len(work.body) <= INLINE_BYTES
-        if small:
-            call = self._preparation.parse(work)
-        else:
-            call, context = await self._processes.prepare(work)
-        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
-        if small and work.turns is not None:
-            context = self._preparation.context(call, chat, work.turns)
-        return call, chat, context
+    async def _parse(self, wire: str, body: bytes) -> Call:
+        """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
+        work = Work(FORMS[wire].parse, body, None)
+        if len(body) <= INLINE_BYTES:
+            return self._preparation.parse(work)
+        return (await self._processes.prepare(work))[0]
+
+    async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
+        """Find the context of a parsed call, where it was parsed."""
+        assert work.turns is not None
+        if len(work.body) <= INLINE_BYTES:
+            return self._preparation.context(call, chat, work.turns)
+        context = (await self._processes.prepare(work))[1]
+        assert context is not None
+        return context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, is_chat: bool, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
+    async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
-        digest = body_digest(body)
+        call = await self._parse(wire, body)
+        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        digest = call.digest
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
@@ -211,15 +219,13 @@ class Endpoint:
             last = [turn for turn in earlier if _number(turn) == number - 1]
             self._report_unused([turn.id for turn in last if (key.episode, turn.request) not in self._served], False)
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
-            call, chat, _ = await self._prepare(Work(is_chat, body, None))
             try:
                 return call, await self._open_turns(key, call, chat, number, known)
             except FencedAttempt:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        call, chat, context = await self._prepare(Work(is_chat, body, _with_path(episode.turns)))
-        assert context is not None
+        context = await self._context(call, chat, Work(FORMS[wire].parse, body, _with_path(episode.turns)))
         return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
@@ -237,9 +243,10 @@ class Endpoint:
                 context.offset,
                 context.given,
                 max_new,
-                context.messages,
+                context.conversation,
                 answer_format(call).encode(),
                 call.sampling,
+                call.model,
             )
             for name in names
         ]
@@ -248,7 +255,7 @@ class Endpoint:
     def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:
         """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
 
-        ``earlier`` are the turns of all calls with the same body. The request continues the call with the ``number``
+        ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the ``number``
         that the client names. Without such a call, it continues the newest call that no connection waits for. If a
         connection waits for each call, it continues the newest call.
         """
@@ -258,16 +265,16 @@ class Endpoint:
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
         return next(iter(free or numbers), None)
 
-    async def _grow(self, turn: int, answer: SampledAnswer) -> AsyncIterator[None]:
-        """Add the tokens of a turn to an answer as they become durable, and yield after each addition."""
+    async def _grow(self, answer: SampledAnswer) -> AsyncIterator[None]:
+        """Add the tokens of a turn to its answer as they become durable, and yield after each addition."""
         offset = 0
         while not answer.finished:
-            tokens = await self._ask(Follow, turn, offset, FOLLOW_WAIT_S)
+            tokens = await self._ask(Follow, answer.turn, offset, FOLLOW_WAIT_S)
             if tokens is None:
                 continue
             offset += len(tokens.tokens)
             if answer.grow(tokens.tokens, tokens.logprobs, tokens.finished):
-                await self._ask(EndTurn, turn, answer.length)
+                await self._ask(EndTurn, answer.turn, answer.length)
             yield
         self.answered += 1
         self._on_change()
@@ -290,16 +297,15 @@ class Endpoint:
         content = asyncio.ensure_future(reply.complete())
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
-            encoded = msgspec.json.encode(content.result())
             reply.delivered = not await request.is_disconnected()
-            return Response(encoded, media_type="application/json")
+            return Response(content.result(), media_type="application/json")
 
         async def padded() -> AsyncIterator[bytes]:
             try:
                 while not content.done():
                     yield b" "
                     await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
-                yield msgspec.json.encode(content.result())
+                yield content.result()
                 reply.delivered = True
             except FencedAttempt as error:
                 raise Abandoned(str(error)) from None
@@ -354,7 +360,7 @@ def _known_context(name: str, episode: EpisodeTurns) -> Context | None:
     for turn in turns:
         if turn.request.startswith(name):
             tokens = Paths(turns).before(turn.parent, turn.offset, turn.given)
-            return Context(turn.parent, turn.offset, turn.given, turn.messages, tokens)
+            return Context(turn.parent, turn.offset, turn.given, turn.conversation, tokens)
     return None
 
 
@@ -373,7 +379,7 @@ def _names(call: Call, number: int) -> tuple[str, ...]:
 
 
 def _number(turn: Turn) -> int:
-    """Return the number of the call that opened a turn, as counted among the calls with the same body."""
+    """Return the number of the call that opened a turn, as counted among the calls of the same meaning."""
     return int(turn.request.split("/")[1])
 
 

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..trajectories.client import Fenced, FencedAttempt, NoAnswer, Refused
 from .calls.errors import ApiError
+from .forms import error_body
 from .key import EpisodeKey, decode_key
 
 _log = logging.getLogger("rrl.endpoint")
@@ -74,15 +75,15 @@ async def read_body(request: Request, limit: float = math.inf, take: Callable[[i
     return bytes(body)
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(error_body(request.url.path, error), error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; {_SERVED}"
-    return JSONResponse(ApiError(error.status_code, message, code="not_served").body, error.status_code)
+    return await _error(request, ApiError(error.status_code, message, code="not_served"))
 
 
 async def _disconnected(_: Request, error: Exception) -> Response:
@@ -108,7 +109,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
         _log.info("a call of %s ended without an answer: %s", request.url.path, error)
         return Response(status_code=403)  # this reply is not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(ApiError(500, "the endpoint failed; see its log", "server_error").body, 500)
+    return await _error(request, ApiError(500, "the endpoint failed; see its log", "server_error"))
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

@@ -78,6 +78,8 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    constraint: str | None = None
+    """JSON text of what the engine must allow only (:mod:`rrl.roles.endpoint.calls.constraint`)."""
 
 
 class Item(Struct, frozen=True):

@@ -1,9 +1,11 @@
-"""Parse and check the body of a request for answers."""
+"""A request for answers, in the one form into which the requests of every API are translated."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,20 +14,18 @@ from msgspec import Struct
 from ...models.conversation import Message
 from ...trajectories.types import Sampling
 from .errors import ApiError, wrong
-from .messages import parse_message, take_tools
-from .sampling import foreign_sampling
 
 MAX_CHOICES = 128
 """Maximum number of answers to one request, as in OpenAI's API."""
-_MAX_STOPS = 16
+MAX_STOPS = 16
 """Maximum number of stop texts. It is limited, because each stop text is searched for after every token. OpenAI allows
 4, vLLM any number."""
 _MAX_STOP_CHARS = 1000
 """Maximum number of characters of a stop text."""
 _MAX_MODEL_CHARS = 1000
 """Maximum number of characters of a model's name. It is limited, because every event of a stream contains it."""
-_DIGEST_CHARS = 32
-"""Hexadecimal digits of the digest of a body (128 bits)."""
+_HASH_CHARS = 32
+"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same hash by chance."""
 
 
 class Policy(Struct, frozen=True):
@@ -33,8 +33,12 @@ class Policy(Struct, frozen=True):
 
     temperature: float
     foreign: str = "refuse"
-    """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained, and
-    ``refuse`` refuses them."""
+    """Treatment of calls that would sample in another way: ``context`` serves them as turns that are not trained,
+    ``override`` samples them as the job says, and ``refuse`` refuses them."""
+    constraints: str = "ask"
+    """Treatment of calls that constrain their answer (:class:`rrl.config.job.roles.EndpointRole`)."""
+    untrained: tuple[str, ...] = ()
+    """Patterns of model names whose calls are served and not trained."""
     max_length: float = math.inf
     """Maximum number of tokens of context and answer together."""
 
@@ -42,9 +46,10 @@ class Policy(Struct, frozen=True):
 class Call(Struct, frozen=True):
     """A request for answers."""
 
-    digest: str
-    """Digest of the body: a repeated request has the same digest."""
+    wire: str
+    """Name of the API's form (:data:`..forms.FORMS`)."""
     model: str
+    """Name of the model: the name of the agent within its episode."""
     messages: tuple[Message, ...] | None
     """The conversation; None for a plain prompt."""
     prompt: str | tuple[int, ...] = ""
@@ -58,118 +63,125 @@ class Call(Struct, frozen=True):
     """OpenAI's list of tools as JSON; empty if there is none."""
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
+    constraint: str = ""
+    """JSON text of what the answer is asked or made to be; empty if there is no constraint."""
     sampling: Sampling | None = None
-    """The sampling of a foreign call; None if the call is not foreign."""
+    """The sampling of a call that is not trained; None for any other call."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream must end with the numbers of tokens of the request and its answers."""
     logprobs: bool = False
     return_token_ids: bool = False
+    hashes: tuple[str, ...] = ()
+    """Hash of the conversation up to each message; set by :func:`identified`."""
+    digest: str = ""
+    """Digest of the meaning: a repeated call has the same digest; set by :func:`identified`."""
+
+    @property
+    def conversation(self) -> str:
+        """Hash of the whole conversation; empty for a plain prompt."""
+        return self.hashes[-1] if self.hashes else ""
 
 
-def parse_chat(body: bytes, policy: Policy) -> Call:
-    """Return the request in the body of ``/v1/chat/completions``.
+def identified(call: Call) -> Call:
+    """Return a call with its hashes and its digest.
+
+    The digest covers what determines the answer, and not how the client gets it. Clients repeat a call with other
+    metadata, ids and headers, and with another ``stream``.
+    """
+    hashes = rolling_hashes(call.messages or (), call.tools + call.constraint)
+    prompt = hashes[-1] if hashes else call.prompt
+    meaning = (
+        call.wire,
+        call.model,
+        prompt,
+        call.tools,
+        call.may_call,
+        call.constraint,
+        call.stop,
+        call.max_new,
+        call.choices,
+        call.sampling,
+    )
+    return msgspec.structs.replace(call, hashes=hashes, digest=_hash(msgspec.json.encode(meaning)))
+
+
+def rolling_hashes(messages: Sequence[Message], before: str = "") -> tuple[str, ...]:
+    """Return, for each message, the hash of the conversation up to and including this message.
 
     Args:
-        body: The body.
-        policy: The job's settings of sampling.
-
-    Raises:
-        ApiError: The request cannot be served.
+        messages: The conversation.
+        before: Text that is hashed before the messages, since the template shows it there: tools and constraint.
     """
-    given = _table(body)
-    messages = given.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
-    max_new = _count(given, "max_completion_tokens", None)
-    older_name = _count(given, "max_tokens", None)
-    tools, may_call = take_tools(given)
-    return Call(
-        digest=body_digest(body),
-        messages=tuple(parse_message(message, index) for index, message in enumerate(messages)),
-        logprobs=_flag(given, "logprobs"),
-        max_new=older_name if max_new is None else max_new,
-        tools=tools,
-        may_call=may_call,
-        **_common(given, policy),
-    )
+    hashes: list[str] = []
+    newest = _hash(before.encode()) if before else ""
+    for message in messages:
+        newest = next_hash(newest, message)
+        hashes.append(newest)
+    return tuple(hashes)
 
 
-def parse_completion(body: bytes, policy: Policy) -> Call:
-    """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
-    given = _table(body)
-    prompt = given.pop("prompt", None)
-    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
-        prompt = tuple(prompt)
-    elif not isinstance(prompt, str) or not prompt:
-        raise wrong("prompt", "must be one text, or one list of token ids")
-    logprobs = given.pop("logprobs", None)
-    if logprobs not in (None, 0):
-        raise wrong("logprobs", "only the sampled token's log-probability is known; write 0")
-    return Call(
-        digest=body_digest(body),
-        messages=None,
-        prompt=prompt,
-        logprobs=logprobs is not None,
-        max_new=_count(given, "max_tokens", None),
-        **_common(given, policy),
-    )
+def next_hash(before: str, message: Message) -> str:
+    """Return the hash of a conversation from the hash up to its last message, and this message."""
+    if message.tool_calls:  # an agent may decode the arguments of a call, and encode them in another way
+        calls = tuple(
+            msgspec.structs.replace(call, arguments=canonical_json(call.arguments)) for call in message.tool_calls
+        )
+        message = msgspec.structs.replace(message, tool_calls=calls)
+    return _hash(before.encode() + msgspec.json.encode(message))
 
 
-def _table(body: bytes) -> dict[str, Any]:
+def canonical_json(text: str) -> str:
+    """Return JSON in a canonical form: equal objects give equal texts, however they were written."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
+
+
+# ── parts of a body that several APIs share ────────────────────────────────────────────────────────────────────────
+def as_table(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises ApiError."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ApiError(400, "the body must be a JSON object") from None
 
 
-def body_digest(body: bytes) -> str:
-    """Return the digest of a body, by which a repeated call is recognised."""
-    return hashlib.sha256(body).hexdigest()[:_DIGEST_CHARS]
-
-
-def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """Return the keys that both kinds of requests have, as arguments of :class:`Call`; refuse every other key."""
-    model, options = given.pop("model", None), given.pop("stream_options", None) or {}
+def take_model(given: dict[str, Any]) -> str:
+    """Remove the name of the model from a body, and return it. Raises ApiError."""
+    model = given.pop("model", None)
     if not isinstance(model, str) or len(model) > _MAX_MODEL_CHARS:
         problem = f"must be a text of at most {_MAX_MODEL_CHARS} characters; every name means the model that is trained"
         raise wrong("model", problem)
-    if not isinstance(options, dict):
-        raise wrong("stream_options", "must be an object")
-    choices = _count(given, "n", 1)
-    if choices is not None and choices > MAX_CHOICES:
-        raise wrong("n", f"must be at most {MAX_CHOICES}")
-    return {
-        "model": model,
-        "choices": choices,
-        "stop": _stop(given),
-        "stream": _flag(given, "stream"),
-        "include_usage": options.get("include_usage") is True,
-        "return_token_ids": _flag(given, "return_token_ids"),
-        "sampling": foreign_sampling(given, policy.temperature, refused=policy.foreign == "refuse"),
-    }
+    return model
 
 
-def _stop(given: dict[str, Any]) -> tuple[str, ...]:
-    stop = given.pop("stop", None)
+def take_stop(given: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Remove the stop texts from a body, and return them. Raises ApiError."""
+    stop = given.pop(key, None)
     texts = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    if len(texts) > _MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
-        raise wrong(
-            "stop", f"must be a text, or a list of at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters"
-        )
+    if len(texts) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
+        raise wrong(key, f"must be a text, or a list of at most {MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters")
     return tuple(texts)
 
 
-def _count(given: dict[str, Any], key: str, default: int | None) -> int | None:
+def take_count(given: dict[str, Any], key: str, default: int | None, least: int = 1) -> int | None:
+    """Remove a number from a body, and return it. Raises ApiError."""
     value = given.pop(key, None)
     if value is None:
         return default
-    if type(value) is not int or value < 1:
-        raise wrong(key, "must be a whole number, 1 or more")
+    if type(value) is not int or value < least:
+        raise wrong(key, f"must be a whole number, {least} or more")
     return value
 
 
-def _flag(given: dict[str, Any], key: str) -> bool:
+def take_flag(given: dict[str, Any], key: str) -> bool:
+    """Remove a truth value from a body, and return it. Raises ApiError."""
     value = given.pop(key, None)
     if value is not None and not isinstance(value, bool):
         raise wrong(key, "must be true or false")

@@ -68,7 +68,7 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
     for key, value in given.items():
         if value is None or key in _IGNORED or _is_neutral(key, value, temperature):
             continue
-        if key not in Sampling.__struct_fields__:
+        if key not in ACCEPTED:
             known = key in _NEUTRAL
             problem = (
                 "it would change the policy that samples the answer"

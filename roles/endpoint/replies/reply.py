@@ -1,38 +1,21 @@
-"""The reply to a call. Its answers grow as tokens are added to their turns."""
+"""The reply to a call: its answers grow as tokens are added to their turns, and a writer shows them."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
-from ...models.conversation import Chat
 from ..calls.call import Call
-from .answer import SampledAnswer, usage
+from .answer import SampledAnswer
+from .writer import OpenedTurns, Writer
 
 KEEP_ALIVE_S = 0.5
 """Seconds between two signs of life of a waiting answer. It is short, because the read timeout of a client may be only
 1 s."""
 
-Grow = Callable[[int, SampledAnswer], AsyncIterator[None]]
-"""Adds the tokens of a turn to an answer as they become durable, and yields after each addition."""
-
-
-class OpenedTurns(Struct, frozen=True):
-    """The turns of a call."""
-
-    number: int
-    """Number of the call among the calls with the same body."""
-    prompt: tuple[int, ...]
-    """All tokens of the context."""
-    requests: tuple[str, ...]
-    turns: tuple[int, ...]
-    chat: Chat
-    """Format of the conversation, with its tools."""
+Grow = Callable[[SampledAnswer], AsyncIterator[None]]
+"""Adds the tokens of a turn to its answer as they become durable, and yields after each addition."""
 
 
 class Reply:
@@ -41,52 +24,50 @@ class Reply:
     Args:
         call: The call.
         opened: The turns of the call.
+        writer: The writer of the call's form.
         grow: Adds the tokens of a turn to an answer.
         relayed: True if the client is a relay, which gets the position of a stream after each event.
         resumed: Position after which a stream continues, as the earlier stream sent it; empty for a new stream.
     """
 
-    def __init__(self, call: Call, opened: OpenedTurns, grow: Grow, relayed: bool = False, resumed: str = "") -> None:
-        self._call, self._opened, self._grow, self._relayed = call, opened, grow, relayed
-        positions = _positions(resumed, call.choices)
-        self._resumed = positions is not None
+    def __init__(
+        self,
+        call: Call,
+        opened: OpenedTurns,
+        writer: type[Writer],
+        grow: Grow,
+        relayed: bool = False,
+        resumed: str = "",
+    ) -> None:
+        self._number, self._grow, self._relayed = opened.number, grow, relayed
+        of_answers, _, of_writer = resumed.partition(":")
+        positions = _positions(of_answers, call.choices)
         self._answers = [
-            SampledAnswer(call, index, turn, opened.prompt, opened.chat, *(positions[index] if positions else ()))
+            SampledAnswer(call, turn, opened.prompt, opened.chat, *(positions[index] if positions else ()))
             for index, turn in enumerate(opened.turns)
         ]
-        self.delivered = any(sent for sent, _ in positions or ())
-        """True if the client has got something of the answers."""
-        kind = "text_completion" if call.messages is None else "chat.completion"
-        self._head = {
-            "id": f"{'cmpl' if call.messages is None else 'chatcmpl'}-{opened.turns[0]:x}",
-            "object": f"{kind}.chunk" if call.stream and call.messages is not None else kind,
-            "created": int(time.time()),
-            "model": call.model,
-        }
+        self._writer = writer(call, opened, self._answers, of_writer if positions else None)
+        self.delivered = False
+        """True once the end of the reply was written to the connection."""
 
-    async def complete(self) -> dict[str, Any]:
+    async def complete(self) -> bytes:
         """Wait for all answers, and return the reply."""
-        await _all(self._complete(index) for index in range(len(self._answers)))
-        return {
-            **self._head,
-            "choices": [answer.choice() for answer in self._answers],
-            "usage": usage(len(self._opened.prompt), self._answers),
-            **self._prompt_tokens(),
-        }
+        await _all(self._complete(answer) for answer in self._answers)
+        return self._writer.whole()
 
-    async def _complete(self, index: int) -> None:
-        async for _ in self._grow(self._opened.turns[index], self._answers[index]):
+    async def _complete(self, answer: SampledAnswer) -> None:
+        async for _ in self._grow(answer):
             pass
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, and a comment whenever there was no event for :data:`KEEP_ALIVE_S`.
+        """Yield the events of a stream, and a sign of life whenever there was no event for :data:`KEEP_ALIVE_S`.
 
         Tokens of a turn are requested only as fast as the client reads the events.
         """
         changed: asyncio.Queue[int | None] = asyncio.Queue(maxsize=1)
 
         async def watch(index: int) -> None:
-            async for _ in self._grow(self._opened.turns[index], self._answers[index]):
+            async for _ in self._grow(self._answers[index]):
                 await changed.put(index)
 
         async def watch_all() -> None:
@@ -94,8 +75,9 @@ class Reply:
             await changed.put(None)
 
         watching = asyncio.ensure_future(watch_all())
-        first = {} if self._resumed else self._prompt_tokens()
         try:
+            if opened := self._writer.opened():
+                yield self._positioned(opened)
             while True:
                 taking = asyncio.ensure_future(changed.get())
                 while not taking.done():
@@ -103,35 +85,25 @@ class Reply:
                     if watching.done() and watching.exception() is not None:
                         taking.cancel()
                         watching.result()
-                    if not taking.done():
-                        yield b": waiting\n\n"
+                    if not taking.done() and (alive := self._writer.alive()):
+                        yield alive
                 if (index := taking.result()) is None:
                     break
-                if (part := self._answers[index].delta()) is not None:
-                    yield self._event([part], first)
-                    first = {}
-                    self.delivered |= _has_answer(part)
+                if events := self._writer.grew(index):
+                    yield self._positioned(events)
         finally:
             watching.cancel()
-        if self._call.include_usage:
-            yield self._event([], {"usage": usage(len(self._opened.prompt), self._answers)})
-        yield b"data: [DONE]\n\n"
+        yield self._writer.ended()
+        self.delivered = True
 
-    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
-        event = b"data: " + msgspec.json.encode({**self._head, "choices": choices, **more}) + b"\n\n"
+    def _positioned(self, events: bytes) -> bytes:
+        """Return events and, for a relay, the position after them."""
         if not self._relayed:
-            return event
-        sent = ",".join(answer.position for answer in self._answers)
-        return event + f": rrl {self._opened.number} {sent}\n\n".encode()
-
-    def _prompt_tokens(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._opened.prompt)} if self._call.return_token_ids else {}
-
-
-def _has_answer(choice: dict[str, Any]) -> bool:
-    """Return whether a part of a stream has something of the answer: text, tokens, or the end with its tool calls."""
-    text = choice.get("text") or choice.get("delta", {}).get("content")
-    return bool(text or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"))
+            return events
+        position = ",".join(answer.position for answer in self._answers)
+        if own := self._writer.position:
+            position += f":{own}"
+        return events + f": rrl {self._number} {position}\n\n".encode()
 
 
 def _positions(resumed: str, choices: int) -> Sequence[tuple[int, bool]] | None:

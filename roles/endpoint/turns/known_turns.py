@@ -18,8 +18,6 @@ from .shown_answer import AnswerFormat, end_at_stop
 MAX_WEIGHT = 2**20
 """Maximum memory of all turns that are kept, in tokens (:func:`_weight`). A token takes up to 40 bytes, so these turns
 take up to 40 MB."""
-_HASH_WEIGHT = 4
-"""Memory of the hash of one message, in tokens (:func:`_weight`)."""
 
 
 class _Kept(Struct):
@@ -84,4 +82,4 @@ class KnownTurns:
 
 def _weight(turn: Turn) -> int:
     """Return the approximate memory of a turn, in tokens."""
-    return 16 + len(turn.given) + len(turn.sampled) + _HASH_WEIGHT * len(turn.messages)
+    return 16 + len(turn.given) + len(turn.sampled)

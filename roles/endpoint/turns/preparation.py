@@ -14,7 +14,7 @@ from msgspec import Struct
 from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
 from ...trajectories.episodes.requests import Turn
-from ..calls.call import Call, Policy, parse_chat, parse_completion
+from ..calls.call import Call, Policy
 from ..calls.errors import ApiError, wrong
 from .turn_context import Context, chat_context, plain_context
 
@@ -27,11 +27,11 @@ _MAX_SEQUENCES = 4096
 class Work(Struct, frozen=True):
     """A call to prepare."""
 
-    chat: bool
-    """True for a conversation, False for a plain prompt."""
+    parse: Callable[[bytes, Policy], Call]
+    """Translates the body; a function of a module, which a process can import."""
     body: bytes
     turns: tuple[Turn, ...] | None
-    """Turns of the attempt; None if the context is known already, and only the call is read."""
+    """Turns of the attempt; None if only the call is read."""
 
 
 class Preparation:
@@ -60,11 +60,11 @@ class Preparation:
         call = self.parse(work)
         context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
         messages = None if call.messages is None else ()
-        return msgspec.structs.replace(call, messages=messages, prompt=""), context
+        return msgspec.structs.replace(call, messages=messages, prompt="", hashes=call.hashes[-1:]), context
 
     def parse(self, work: Work) -> Call:
         """Parse a call. Raises ApiError."""
-        return (parse_chat if work.chat else parse_completion)(work.body, self._policy)
+        return work.parse(work.body, self._policy)
 
     def chat_of(self, call: Call) -> Chat:
         """Return the format of a call's conversation, with its tools. Raises ApiError."""
@@ -80,7 +80,7 @@ class Preparation:
         param = "prompt" if call.messages is None else "messages"
         try:
             if call.messages is not None:
-                context = chat_context(call.messages, turns, chat, call.tools)
+                context = chat_context(call, turns, chat)
                 self._check_shown(call.messages, chat, bool(call.tools))
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt

@@ -24,6 +24,8 @@ class AnswerFormat(Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     calls: bool = False
     """True if the agent gets tool calls as ``tool_calls``; False if it gets them as text."""
+    call_ids: str = "call"
+    """Beginning of the ids of tool calls."""
 
     def encode(self) -> str:
         """Return the format as text, which is recorded as the ``options`` of a turn; empty for the default format."""
@@ -99,7 +101,8 @@ def shown_answer(
     kept = tuple(sampled) if end is None else _tokens_of(text, sampled, chat.tokenizer)
     read = chat.read(context, kept)
     calls = tuple(
-        ToolCall(f"call_{turn:x}_{index}", name, arguments) for index, (name, arguments) in enumerate(read.calls)
+        ToolCall(f"{form.call_ids}_{turn:x}_{index}", name, arguments)
+        for index, (name, arguments) in enumerate(read.calls)
     )
     rest = "" if end is None or calls else text[len(chat.tokenizer.decode(kept)) :]
     return Message(ASSISTANT, read.content + rest, tool_calls=calls, reasoning=read.reasoning)

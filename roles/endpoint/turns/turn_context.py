@@ -9,24 +9,21 @@ answers, so that the model would be trained on tokens that it has not sampled. T
   prompt is that of a sub-agent. The conversation is encoded as a whole. The context branches off the turn whose path
   shares the most tokens with it. The encoded messages are context, and are not trained.
 
-Messages are compared by rolling hashes from the front, as the turns record them. All functions here are pure.
+Messages are compared by rolling hashes from the front; a turn records the hash of its whole conversation. All functions
+here are pure.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from ...models.conversation import Chat, Message
+from ...models.conversation import Chat
 from ...trajectories.episodes.requests import Turn
-from ..calls.messages import canonical_arguments
+from ..calls.call import Call, next_hash
 from .shown_answer import AnswerFormat, shown_answer
-
-_HASH_CHARS = 32
-"""Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same hash by chance."""
 
 
 class Context(Struct, frozen=True):
@@ -38,8 +35,8 @@ class Context(Struct, frozen=True):
     """Number of tokens of the parent's path that the context keeps."""
     given: tuple[int, ...]
     """Tokens that follow the kept tokens."""
-    messages: tuple[str, ...]
-    """Rolling hash of the conversation up to each message (:func:`rolling_hashes`)."""
+    conversation: str
+    """Hash of the conversation; empty for a plain prompt."""
     tokens: tuple[int, ...]
     """The whole context: the kept tokens of the parent's path, and the given tokens."""
 
@@ -82,61 +79,32 @@ class Paths:
         return given if parent is None else self.path(parent)[:offset] + given
 
 
-def rolling_hashes(messages: Sequence[Message], tools: str = "") -> tuple[str, ...]:
-    """Return, for each message, the hash of the conversation up to and including this message.
-
-    Args:
-        messages: The conversation.
-        tools: OpenAI's list of tools as JSON, which is hashed before the messages.
-    """
-    hashes: list[str] = []
-    before = _hash(tools.encode()) if tools else ""
-    for message in messages:
-        hashes.append(_next_hash(hashes[-1] if hashes else before, message))
-    return tuple(hashes)
-
-
-def _next_hash(before: str, message: Message) -> str:
-    if message.tool_calls:  # an agent may decode the arguments of a call, and encode them in another way
-        calls = tuple(
-            msgspec.structs.replace(call, arguments=canonical_arguments(call.arguments)) for call in message.tool_calls
-        )
-        message = msgspec.structs.replace(message, tool_calls=calls)
-    return _hash(before.encode() + msgspec.json.encode(message))
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:_HASH_CHARS]
-
-
-def chat_context(messages: Sequence[Message], turns: Sequence[Turn], chat: Chat, tools: str = "") -> Context:
+def chat_context(call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
     """Return the context of an answer to a conversation.
 
     Args:
-        messages: The conversation.
+        call: The call, with its messages.
         turns: Turns of the attempt.
         chat: The chat format, which already contains the tools.
-        tools: The same tools as OpenAI's JSON. It is hashed, so that conversations with other tools have other hashes;
-            may be empty.
 
     Raises:
         ValueError: The conversation cannot be encoded.
     """
-    hashes = rolling_hashes(messages, tools)
+    messages = call.messages or ()
     paths = Paths(turns)
-    answered, turn = _newest_answer(hashes, turns, paths, chat)
+    answered, turn = _newest_answer(call.hashes, turns, paths, chat)
     if turn is not None:
         tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
         if tokens is not None:
             path = paths.path(turn.id)
             offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
-            return Context(turn.id, offset, tokens[offset:], hashes, tokens)
-    return _branch(chat.prompt(messages), turns, hashes)
+            return Context(turn.id, offset, tokens[offset:], call.conversation, tokens)
+    return _branch(chat.prompt(messages), turns, call.conversation)
 
 
 def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
     """Return the context of a completion of ``tokens``, which are a prompt without messages."""
-    return _branch(tuple(tokens), turns, ())
+    return _branch(tuple(tokens), turns, "")
 
 
 def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
@@ -151,20 +119,19 @@ def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, c
     known = {prefix: count for count, prefix in enumerate(hashes, start=1)}
     answered, found = 0, None
     for turn in sorted(turns, key=lambda turn: turn.id):
-        if not turn.finished or not turn.messages or known.get(turn.messages[-1]) != len(turn.messages):
-            continue
-        if len(turn.messages) + 1 <= answered:
+        asked = known.get(turn.conversation)
+        if not turn.finished or asked is None or asked < answered:
             continue
         form = AnswerFormat.decode(turn.options)
         shown = shown_answer(turn.id, paths.context(turn.id), turn.sampled, form, chat)
         forms = {shown, msgspec.structs.replace(shown, reasoning="")}
-        count = max(known.get(_next_hash(turn.messages[-1], form), 0) for form in forms)
+        count = max(known.get(next_hash(turn.conversation, form), 0) for form in forms)
         if count > answered:
             answered, found = count, turn
     return answered, found
 
 
-def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], hashes: tuple[str, ...]) -> Context:
+def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], conversation: str) -> Context:
     """Return ``tokens`` as a context that branches off the turn whose path shares the longest prefix with them."""
     shared: dict[int | None, int] = {None: 0}
     parent = None
@@ -177,7 +144,7 @@ def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], hashes: tuple[str, .
         if common > shared[parent]:
             parent = turn.id
     offset = shared[parent]
-    return Context(parent, offset, tokens[offset:], hashes, tokens)
+    return Context(parent, offset, tokens[offset:], conversation, tokens)
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:

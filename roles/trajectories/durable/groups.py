@@ -211,7 +211,7 @@ def sampled_tokens(track: TrajectoryState) -> tuple[int, ...]:
 
 
 def is_foreign(turn: TrajectoryState) -> bool:
-    """Return whether a turn is sampled from another policy than the one that is trained."""
+    """Return whether a turn is not trained, because of how it is sampled or because its caller says so."""
     return turn.turn is not None and turn.turn.sampling is not None
 
 

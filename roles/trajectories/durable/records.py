@@ -22,10 +22,11 @@ from ..dispatch.token_times import Observed
 from ..extras import PackedExtras, pack_extras
 from ..types import Sampling, Score, Segment
 
-FORMAT = 5
-"""Format number of the log. In format 5 cut answers have a mark, and groups without signal have outcomes."""
-READ_FORMATS = (4, FORMAT)
-"""Formats that can be read; a log of any other format is refused. Format 4 lacks only fields that have defaults."""
+FORMAT = 6
+"""Format number of the log. In format 6 a turn has one hash of its conversation, and the name of its agent."""
+READ_FORMATS = (4, 5, FORMAT)
+"""Formats that can be read; a log of any other format is refused. Format 4 and 5 lack only fields that have defaults,
+and their turns have a hash up to each message."""
 
 
 FIRST_TURN = 2**40
@@ -283,12 +284,19 @@ class TurnCreated(Struct, frozen=True, tag="turn_created", array_like=True):
     given: bytes
     max_new: int
     """Maximum number of tokens to sample."""
-    messages: tuple[str, ...]
-    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it."""
+    hashes: str | tuple[str, ...]
+    """Hash of the conversation; up to format 5, the hashes of the conversation up to each of its messages."""
     options: str = ""
     """Text from the endpoint, which the store keeps but does not read."""
     sampling: Sampling | None = None
     """How to sample a turn that is not trained; None for any other turn."""
+    agent: str = ""
+    """Name of the agent that made the request."""
+
+    @property
+    def conversation(self) -> str:
+        """Hash of all messages of the request; empty for a plain prompt."""
+        return self.hashes if isinstance(self.hashes, str) else self.hashes[-1] if self.hashes else ""
 
 
 class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):

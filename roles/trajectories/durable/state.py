@@ -174,10 +174,10 @@ class State:
                 pass
             case Head(format, groups, trajectories):
                 if format not in READ_FORMATS:
+                    older = ", ".join(map(str, READ_FORMATS[:-1]))
                     raise LogFormatError(
-                        f"has format {format}, but this version of rrl reads formats"
-                        f" {' and '.join(map(str, READ_FORMATS))} only; use the version of rrl that wrote it, or start"
-                        " a new run"
+                        f"has format {format}, but this version of rrl reads formats {older} and {FORMAT} only; use the"
+                        " version of rrl that wrote it, or start a new run"
                     )
                 self.next_group, self.next_trajectory = groups, trajectories
 

@@ -60,12 +60,13 @@ class Turn(Struct, frozen=True):
     given: tuple[int, ...]
     sampled: tuple[int, ...]
     finished: bool
-    messages: tuple[str, ...]
+    conversation: str
     attempt: int
     """Attempt that opened the turn; a later attempt may have taken the turn over."""
     request: str
     options: str = ""
     sampling: Sampling | None = None
+    agent: str = ""
 
 
 class EpisodeTurns(Struct, frozen=True, tag=True):
@@ -115,15 +116,17 @@ class OpenTurn(Request[TurnOpened], frozen=True, tag=True):
     given: tuple[int, ...]
     max_new: int
     """Maximum number of tokens to sample."""
-    messages: tuple[str, ...] = ()
-    """Hashes of the messages of the request, in order. Each hash covers its message and all messages before it. The
-    store only keeps the hashes, for :class:`GetEpisode`."""
+    conversation: str = ""
+    """Hash of all messages of the request; empty for a plain prompt. The store only keeps it, for
+    :class:`GetEpisode`."""
     options: str = ""
     """What the endpoint needs to show the answer again exactly as the agent saw it (stop texts, tools). The store only
     keeps this text, for :class:`GetEpisode`."""
     sampling: Sampling | None = None
-    """The sampling of a *foreign* turn, which is sampled from another policy than the trained one; None for any other
-    turn. The answer of a foreign turn counts as given tokens and is never trained."""
+    """The sampling of a *foreign* turn, which is not trained; None for any other turn. The answer of a foreign turn
+    counts as given tokens. A turn that is not trained may still be sampled as the job says: ``Sampling()``."""
+    agent: str = ""
+    """Name of the agent within the episode: the model that its request names."""
 
 
 class EndTurn(Request[Done], frozen=True, tag=True):
@@ -173,8 +176,8 @@ class GetEpisode(Request[EpisodeTurns], frozen=True, tag=True):
     """Turns that the sender has completely. The answer leaves these turns out; otherwise the answers about a long
     episode would grow with the square of its length."""
     call: str = ""
-    """Digest of the body of the call that the sender is about to prepare; empty if it is about to prepare none. If the
-    sender ends before the agent waits for tokens again, this call may be the cause."""
+    """Digest of the call that the sender is about to prepare; empty if it is about to prepare none. If the sender ends
+    before the agent waits for tokens again, this call may be the cause."""
 
 
 class FinishEpisode(Request[Done], frozen=True, tag=True):

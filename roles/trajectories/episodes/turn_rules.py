@@ -53,6 +53,7 @@ class TurnRules:
             request.max_new,
             request.options,
             request.sampling,
+            request.agent,
         )
         for known in episode.made:
             assert known.turn is not None
@@ -86,9 +87,10 @@ class TurnRules:
                 request.offset,
                 given,
                 request.max_new,
-                request.messages,
+                request.conversation,
                 request.options,
                 request.sampling,
+                request.agent,
             )
         )
         episode.turns[number].asked_by = request.incarnation
@@ -171,11 +173,12 @@ def _shown(turns: Iterable[TrajectoryState], without: AbstractSet[int]) -> tuple
             unpack_tokens(created.given),
             sampled_tokens(turn),
             turn.finished,
-            created.messages,
+            created.conversation,
             created.attempt,
             created.request,
             created.options,
             created.sampling,
+            created.agent,
         )
         for turn in turns
         if turn.id not in without and (created := turn.turn) is not None
@@ -192,13 +195,15 @@ def _content(created: TurnCreated) -> tuple[object, ...]:
         created.max_new,
         created.options,
         created.sampling,
+        created.agent,
     )
 
 
 def sampling_problem(sampling: Sampling | None) -> str | None:
     """Return a text that names an invalid field of a turn's sampling and its valid values; None if all are valid."""
-    for name, value in ({} if sampling is None else asdict(sampling)).items():
-        accepts, words = ACCEPTED[name]
+    given = {} if sampling is None else asdict(sampling)
+    for name, (accepts, words) in ACCEPTED.items():
+        value = given.get(name)
         if value is not None and not accepts(value):
             return f"{name} is {value}; it must be {words}"
     return None
@@ -215,7 +220,7 @@ ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value < math.inf, "more than 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
-"""For each field of :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.
+"""For each number in :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.
 vLLM raises an error for any other value."""
 
 

@@ -122,7 +122,7 @@ def test_answers_whose_text_has_other_tokens_are_counted(tmp_path: Path) -> None
 def turn(number: int, attempt: int, request: str, tokens: int) -> list[Record]:
     content = pack_tokens(tuple(range(tokens)))
     return [
-        TurnCreated(number, 1, attempt, request, None, 0, pack_tokens((5,)), 9, ()),
+        TurnCreated(number, 1, attempt, request, None, 0, pack_tokens((5,)), 9, ""),
         SegmentsAppended(ROLLOUT, (PackedSegment(number, 0, content, bytes(4 * tokens), 1, 1),), ()),
     ]
 

@@ -81,9 +81,10 @@ class FakeTurns:
         offset: int,
         given: tuple[int, ...],
         max_new: int,
-        messages: tuple[str, ...],
+        conversation: str,
         options: str = "",
         sampling: Sampling | None = None,
+        agent: str = "",
     ) -> int:
         with self._lock:
             self._check(episode, attempt)
@@ -97,11 +98,12 @@ class FakeTurns:
                 given,
                 (),
                 False,
-                messages,
+                conversation,
                 attempt,
                 request,
                 options,
                 sampling,
+                agent,
             )
             self.turns[made.id], self._episode_of[made.id] = made, episode
             self.max_new[made.id] = max_new

@@ -74,7 +74,7 @@ def ask(
     """Open a turn and return its number."""
     opened = answer(
         store,
-        OpenTurn(who, item.episode, item.attempt, request, parent, offset, tuple(given), max_new, (f"hash {request}",)),
+        OpenTurn(who, item.episode, item.attempt, request, parent, offset, tuple(given), max_new, f"hash {request}"),
     )
     assert isinstance(opened, TurnOpened), opened
     return opened.turn

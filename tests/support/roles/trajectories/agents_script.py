@@ -234,9 +234,7 @@ class AgentsScript:
     ) -> int:
         who = self._of(item)
         opened = self._call(
-            OpenTurn(
-                who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, (request, "hash"), "{}", sampling
-            )
+            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash", "{}", sampling)
         )
         assert isinstance(opened, TurnOpened)
         rollout = OTHER if item.episode % 2 else ROLLOUT

@@ -133,7 +133,7 @@ def test_turns_of_a_dead_process_are_shown_as_waiting_for_replay(run: RunDir, st
 def test_an_answer_of_another_policy_is_context(run: RunDir, store: Store) -> None:
     (item,) = episodes(store, 1)
     greedy = Sampling(temperature=0.0)
-    opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "1", None, 0, (2, 3), 4, ("h",), "", greedy))
+    opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "1", None, 0, (2, 3), 4, "h", "", greedy))
     assert isinstance(opened, TurnOpened)
     sample(store, opened.turn, (5, 6))
     turn(store, item, (7,), (8, 1), opened.turn, 4)

@@ -1004,7 +1004,7 @@ WRONG: list[tuple[str, str, str]] = [
     (
         "[roles.rollout]",
         '[roles.endpoint]\nforeign = "contxt"\n[roles.rollout]',
-        'job.toml:17: roles.endpoint.foreign: must be "refuse" or "context", not "contxt"; did you mean "context"?',
+        'job.toml:17: roles.endpoint.foreign: must be "refuse", "context" or "override", not "contxt"; did you mean "context"?',
     ),
     (
         "[roles.rollout]",

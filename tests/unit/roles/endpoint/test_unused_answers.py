@@ -50,16 +50,14 @@ def test_answer_of_which_the_agent_got_nothing_is_reported(scene: Scene, stream:
     assert scene.turns.unused == [(turn.id, True)]
 
 
-@pytest.mark.parametrize("held_back", [False, True])
-def test_answer_is_used_once_its_agent_has_read_some_text(scene: Scene, held_back: bool) -> None:
-    """Events without text tell the agent nothing: a token that is held back may be the beginning of a stop text."""
-    reply = scene.create(stream=True, stop="12" if held_back else None)
+def test_answer_is_undelivered_until_its_end_was_written(scene: Scene) -> None:
+    reply = scene.create(stream=True)
     turn = scene.wait_opened(1)
     scene.turns.sample(turn.id, *encode("1"))
-    assert (next(reply).choices[0].delta.content or "") == ("" if held_back else "1")
+    assert next(reply).choices[0].delta.content == "1"
     reply.close()
     wait_until(lambda: idle(scene))
-    assert scene.turns.unused == [(turn.id, True)] * held_back
+    assert scene.turns.unused == [(turn.id, True)]
 
 
 def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> None:

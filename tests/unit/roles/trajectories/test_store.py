@@ -771,8 +771,8 @@ def test_log_of_format_1_is_refused_in_one_line_and_left_unchanged(tmp_path: Pat
     with pytest.raises(LogFormatError) as refused:
         open_store(tmp_path)
     assert str(refused.value) == (
-        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads formats 4 and {FORMAT} only; use"
-        " the version of rrl that wrote it, or start a new run"
+        f"the trajectory log in {tmp_path} has format 1, but this version of rrl reads formats 4, 5 and {FORMAT} only;"
+        " use the version of rrl that wrote it, or start a new run"
     )
     assert (tmp_path / "log.1").read_bytes() == content
 

@@ -18,7 +18,7 @@ def opened(turns: FakeTurns, request: str, text: str = "12", episode: int = 0, *
     """Open a turn, complete it, and return its number."""
     options = AnswerFormat(**more).encode()  # type: ignore[arg-type]
     attempt = turns.attempts.get(episode, 1)
-    number = asyncio.run(turns.open_turn(episode, attempt, request, None, 0, (3,), 4, ("h",), options))
+    number = asyncio.run(turns.open_turn(episode, attempt, request, None, 0, (3,), 4, "h", options))
     turns.sample(number, *encode(text), finished=True)
     return number
 
@@ -27,7 +27,7 @@ def test_complete_turns_are_fetched_once_and_others_each_time() -> None:
     turns = FakeTurns()
     known = KnownTurns(turns, CHAT.tokenizer)
     first = opened(turns, "a/1/0")
-    second = asyncio.run(turns.open_turn(0, 1, "b/1/0", None, 0, (3,), 4, ()))
+    second = asyncio.run(turns.open_turn(0, 1, "b/1/0", None, 0, (3,), 4, ""))
     for _ in range(2):
         read = asyncio.run(known.read(0))
         assert [turn.id for turn in read.turns] == [first, second]

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.endpoint import preparation_processes
 from rrl.roles.endpoint.calls.call import Policy
+from rrl.roles.endpoint.calls.chat_body import parse_chat, parse_completion
 from rrl.roles.endpoint.calls.errors import ApiError
+from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.endpoint.preparation_processes import PreparationProcesses
 from rrl.roles.endpoint.turns.preparation import Preparation, Work
 from rrl.roles.models.chat import open_chat
@@ -30,8 +32,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 USER = [{"role": "user", "content": "what is 12?"}]
 
 
-def work(chat: bool = True, turns: tuple[Turn, ...] | None = (), **body: Any) -> Work:
-    return Work(chat, json.dumps({"model": "any", **body}).encode(), turns)
+def work(wire: str = "chat", turns: tuple[Turn, ...] | None = (), **body: Any) -> Work:
+    return Work(FORMS[wire].parse, json.dumps({"model": "any", **body}).encode(), turns)
 
 
 def outcome(prepared: Any) -> Any:
@@ -61,20 +63,20 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     call, first = here.prepare(work(messages=USER, tools=[TOOL]))
     assert first is not None
     sampled = here.chat_of(call).tokenizer.encode("12<|im_end|>")
-    answered = Turn(2**40, None, 0, first.given, sampled, True, first.messages, 1, "a/1/0", '{"calls":true}')
+    answered = Turn(2**40, None, 0, first.given, sampled, True, first.conversation, 1, "a/1/0", '{"calls":true}')
     talk = [*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}]
     works = [
         work(messages=USER),
         work(messages=talk, turns=(answered,), tools=[TOOL]),
         work(messages=USER, turns=None),
-        work(chat=False, prompt=[1, 2, 3], max_tokens=10**30),
-        work(chat=False, prompt="text"),
+        work(wire="completions", prompt=[1, 2, 3], max_tokens=10**30),
+        work(wire="completions", prompt="text"),
         work(messages=[{}]),
         work(messages=USER, temperature=2),
         work(messages=[{"role": "critic", "content": "no"}]),
         work(messages=[{"role": "user", "content": "a" * 10_000}]),
-        work(chat=False, prompt=[10**400]),
-        Work(True, b"[" * 100_000, ()),
+        work(wire="completions", prompt=[10**400]),
+        Work(parse_chat, b"[" * 100_000, ()),
     ]
 
     async def all_of_them() -> list[Any]:
@@ -204,7 +206,7 @@ def test_any_body_is_prepared_or_refused_as_a_mistake_of_the_agent(
     policy = Policy(1.0, "context" if foreign else "refuse", max_length=50)
     preparation = Preparation(CHAT, policy)
     for changed in (body, body | {"temperature": number}, body | {"top_k": number}, body | {"n": number}):
-        given_body = Work(chat, json.dumps(changed).encode(), ())
+        given_body = Work(parse_chat if chat else parse_completion, json.dumps(changed).encode(), ())
         result = outcome(lambda given_body=given_body: preparation.prepare(given_body))
         if isinstance(result[0], int):
             assert result[0] == 400
@@ -229,8 +231,8 @@ def test_prompt_that_leaves_no_token_for_an_answer_is_refused() -> None:
     preparation = Preparation(CHAT, POLICY)
     for given_work, param in (
         (work(messages=[{"role": "user", "content": "1"}] * 51), "messages"),
-        (work(chat=False, prompt=[EOS] * 50), "prompt"),
+        (work(wire="completions", prompt=[EOS] * 50), "prompt"),
     ):
         status, body = outcome(lambda given_work=given_work: preparation.prepare(given_work))
         assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", param)
-    assert preparation.prepare(work(chat=False, prompt=[EOS] * 49))[1] is not None
+    assert preparation.prepare(work(wire="completions", prompt=[EOS] * 49))[1] is not None

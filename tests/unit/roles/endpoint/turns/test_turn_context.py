@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context, rolling_hashes
+from rrl.roles.endpoint.calls.call import Call, identified, rolling_hashes
+from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
@@ -28,9 +29,9 @@ texts = st.text(st.sampled_from("0123456789<>="), max_size=3)
 
 
 def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context, Paths]:
-    context = chat_context(messages, turns, chat)
-    hashes = rolling_hashes(messages)
-    assert context.messages == hashes
+    call = identified(Call("chat", "policy", tuple(messages)))
+    context = chat_context(call, turns, chat)
+    assert context.conversation == rolling_hashes(messages)[-1]
     return context, Paths(turns)
 
 
@@ -43,7 +44,7 @@ def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Tur
         context.given,
         sampled,
         True,
-        context.messages,
+        context.conversation,
         1,
         f"r{len(turns)}",
     )
@@ -128,7 +129,9 @@ def test_the_newest_recorded_answer_counts_and_unfinished_ones_do_not() -> None:
         messages += [Message("assistant", guess), Message("user", "<")]
     context, paths = ask(CHAT, messages, turns)
     assert (context.parent, context.offset) == (turns[1].id, len(paths.path(turns[1].id)))
-    pending = Turn(2**41, None, 0, (), CHAT.tokenizer.encode("6"), False, rolling_hashes(messages[:3]), 1, "pending")
+    pending = Turn(
+        2**41, None, 0, (), CHAT.tokenizer.encode("6"), False, rolling_hashes(messages[:3])[-1], 1, "pending"
+    )
     assert ask(CHAT, messages, [turns[0], pending])[0].parent == turns[0].id
 
 
@@ -144,7 +147,7 @@ def test_a_completion_of_tokens_has_exactly_these_tokens_as_context(prompts: lis
 def test_a_completion_that_continues_a_path_in_tokens_keeps_it() -> None:
     turns: list[Turn] = []
     made = record(turns, plain_context([5, 6], turns), (7, 8, EOS))
-    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), (), (5, 6, 7, 8, EOS, 9))
+    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), "", (5, 6, 7, 8, EOS, 9))
 
 
 # ── a chat template of a folder ──────────────────────────────────────────────────────────────────────────────────────

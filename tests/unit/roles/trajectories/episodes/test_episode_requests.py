@@ -48,7 +48,7 @@ async def _ask(
     client: TrajectoryClient, item: EpisodeItem, request: str, parent: int | None, offset: int
 ) -> tuple[int, tuple[int, ...]]:
     """Open a turn and follow it to its end. Return its number and its tokens."""
-    turn = await open_turn(client, item.episode, item.attempt, request, parent, offset, (2, 3), 4, ("hash",))
+    turn = await open_turn(client, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash")
     tokens: tuple[int, ...] = ()
     while True:
         new = await client.ask(Follow, turn, len(tokens), wait=0.5)
@@ -186,7 +186,7 @@ async def test_replaying_replica_reads_tokens_sampled_before_and_after_the_death
     process.start(CREW)
     async with _clients(process, AGENTS, successor, ROLLOUT) as (old, new, rollout):
         (item,) = await lease_episodes(old, 1)
-        asked = (item.episode, 1, "x", None, 0, (2, 3), 4, ("hash",), "{}")
+        asked = (item.episode, 1, "x", None, 0, (2, 3), 4, "hash", "{}")
         turn = await open_turn(old, *asked)
         await rollout.lease(1)
         await rollout.append([segment(turn, 0, (5, 6))])

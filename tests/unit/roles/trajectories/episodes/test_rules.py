@@ -259,8 +259,8 @@ def test_episode_can_be_read_with_all_turns_by_a_new_reader(store: Store, tmp_pa
     read = turns_of(store, item.episode)
     assert read.attempt == 1
     assert read.turns == (
-        Turn(first, None, 0, (2, 3), (5, 6), True, ("hash (2, 3) None 0",), 1, "(2, 3) None 0"),
-        Turn(second, first, 4, (7,), (), False, ("hash 2",), 1, "2"),
+        Turn(first, None, 0, (2, 3), (5, 6), True, "hash (2, 3) None 0", 1, "(2, 3) None 0"),
+        Turn(second, first, 4, (7,), (), False, "hash 2", 1, "2"),
     )
 
 

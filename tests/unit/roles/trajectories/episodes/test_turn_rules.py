@@ -80,7 +80,7 @@ def _end(store: Store, number: int, length: int, who: Incarnation = AGENTS) -> o
 
 def _foreign(store: Store, item: EpisodeItem, parent: int | None, offset: int, tokens: tuple[int, ...]) -> int:
     request = f"foreign {parent} {offset}"
-    opened = answer(store, OpenTurn(AGENTS, item.episode, item.attempt, request, parent, offset, (9,), 4, (), "", HOT))
+    opened = answer(store, OpenTurn(AGENTS, item.episode, item.attempt, request, parent, offset, (9,), 4, "", "", HOT))
     assert isinstance(opened, TurnOpened), opened
     sample(store, opened.turn, tokens)
     return opened.turn
@@ -167,7 +167,7 @@ def test_foreign_turn_is_leased_with_its_sampling_and_is_context_of_later_turns(
     store: Store, tmp_path: Path, item: EpisodeItem
 ) -> None:
     first = turn(store, item, (2, 3), (5, 6))
-    opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "hot", first, 4, (9,), 4, (), "{}", HOT))
+    opened = answer(store, OpenTurn(AGENTS, item.episode, 1, "hot", first, 4, (9,), 4, "", "{}", HOT))
     assert isinstance(opened, TurnOpened)
     store = reopened(store, tmp_path)
     (work,) = lease(store)
@@ -218,7 +218,7 @@ def test_attempt_with_foreign_turns_only_counts_as_failed(tmp_path: Path) -> Non
 def test_sampling_that_would_end_an_engine_is_refused(
     store: Store, sampling: Sampling, words: str, item: EpisodeItem
 ) -> None:
-    refused = answer(store, OpenTurn(AGENTS, item.episode, 1, "x", None, 0, (2,), 4, (), "", sampling))
+    refused = answer(store, OpenTurn(AGENTS, item.episode, 1, "x", None, 0, (2,), 4, "", "", sampling))
     assert isinstance(refused, Denied)
     assert words in refused.why
 

@@ -1,14 +1,15 @@
-"""Parse and check the messages and tools in the body of a chat request."""
+"""Translate the bodies of ``/v1/chat/completions`` and ``/v1/completions``."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
 
 from ...models.conversation import ASSISTANT, Message, ToolCall
+from .call import MAX_CHOICES, Call, Policy, as_table, identified, take_count, take_flag, take_model, take_stop
 from .errors import unsupported, wrong
+from .sampling import foreign_sampling
 
 _NO_VALUES: tuple[Any, ...] = (None, "", [], {})
 """The values with which a key is ignored, whatever its name: clients send back all keys of an answer."""
@@ -23,6 +24,77 @@ class _Function(msgspec.Struct, frozen=True):
     arguments: str
 
 
+def parse_chat(body: bytes, policy: Policy) -> Call:
+    """Return the request in the body of ``/v1/chat/completions``.
+
+    Args:
+        body: The body.
+        policy: The job's settings of sampling.
+
+    Raises:
+        ApiError: The request cannot be served.
+    """
+    given = as_table(body)
+    messages = given.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
+    max_new = take_count(given, "max_completion_tokens", None)
+    older_name = take_count(given, "max_tokens", None)
+    tools, may_call = take_tools(given)
+    call = Call(
+        wire="chat",
+        messages=tuple(parse_message(message, index) for index, message in enumerate(messages)),
+        logprobs=take_flag(given, "logprobs"),
+        max_new=older_name if max_new is None else max_new,
+        tools=tools,
+        may_call=may_call,
+        **_common(given, policy),
+    )
+    return identified(call)
+
+
+def parse_completion(body: bytes, policy: Policy) -> Call:
+    """Return the request in the body of ``/v1/completions``; arguments and errors are as for :func:`parse_chat`."""
+    given = as_table(body)
+    prompt = given.pop("prompt", None)
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        prompt = tuple(prompt)
+    elif not isinstance(prompt, str) or not prompt:
+        raise wrong("prompt", "must be one text, or one list of token ids")
+    logprobs = given.pop("logprobs", None)
+    if logprobs not in (None, 0):
+        raise wrong("logprobs", "only the sampled token's log-probability is known; write 0")
+    call = Call(
+        wire="completions",
+        messages=None,
+        prompt=prompt,
+        logprobs=logprobs is not None,
+        max_new=take_count(given, "max_tokens", None),
+        **_common(given, policy),
+    )
+    return identified(call)
+
+
+def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """Return the keys that both kinds of requests have, as arguments of :class:`Call`; refuse every other key."""
+    model, options = take_model(given), given.pop("stream_options", None) or {}
+    if not isinstance(options, dict):
+        raise wrong("stream_options", "must be an object")
+    choices = take_count(given, "n", 1)
+    if choices is not None and choices > MAX_CHOICES:
+        raise wrong("n", f"must be at most {MAX_CHOICES}")
+    return {
+        "model": model,
+        "choices": choices,
+        "stop": take_stop(given, "stop"),
+        "stream": take_flag(given, "stream"),
+        "include_usage": options.get("include_usage") is True,
+        "return_token_ids": take_flag(given, "return_token_ids"),
+        "sampling": foreign_sampling(given, policy.temperature, refused=policy.foreign == "refuse"),
+    }
+
+
+# ── messages and tools ────────────────────────────────────────────────────────────────────────────────────────────────
 def parse_message(given: Any, index: int) -> Message:
     """Return a message of a conversation as a checked value.
 
@@ -116,11 +188,3 @@ def _is_tool(tool: Any) -> bool:
     function = tool["function"]
     name, parameters = function.get("name"), function.get("parameters")
     return isinstance(name, str) and bool(name) and (parameters is None or isinstance(parameters, dict))
-
-
-def canonical_arguments(arguments: str) -> str:
-    """Return the arguments of a call in a canonical form: equal objects give equal texts, however they were written."""
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, RecursionError):
-        return arguments
