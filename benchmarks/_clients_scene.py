@@ -237,7 +237,7 @@ class ScriptedRun:
     def play(self, command: Sequence[str], item: EpisodeItem | None = None, base_url: str = "") -> Played:
         """Play the episode, and train it if the client has printed a reward."""
         item, error, reward = item or self.lease(), "", None
-        agent = program_agent(command, self.folder)
+        agent = program_agent(command, self.folder, lambda key: self.folder / "codex")
         try:
             attempt = agent("", base_url or self.server.base_url, self.key(item))
             reward = asyncio.run(asyncio.wait_for(attempt, TIMEOUT_S))
@@ -249,7 +249,7 @@ class ScriptedRun:
             if not error and turns:
                 finish(self.store, item, reward or 0.0, self.who)
                 samples = tuple(bind(self.store, 1).trajectories)
-            drift = self.store.audit().episodes.get("token_drift", 0)
+            drift = int(self.store.audit().episodes.get("token_drift", 0))
         return Played(reward, error, turns, samples, dict(self.rollout.sampled), drift)
 
     def close(self) -> None:
