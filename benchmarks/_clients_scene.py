@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rrl.benchmarks._clients_proxy import Recorder
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.agents.user_program import ProgramFailed, program_agent
 from rrl.roles.endpoint.application import Endpoint, ServedRun
@@ -202,6 +203,7 @@ class ScriptedRun:
         self.rollout = ScriptedRollout(self.served, self.chat, script, **options)
         self._policy = policy
         self._servers: list[EndpointServer] = []
+        self.recorders: list[Recorder] = []
         self.server = self.serve()
 
     def serve(self) -> EndpointServer:
@@ -209,7 +211,9 @@ class ScriptedRun:
         turns = StoreInProcess(self.store, self.who)
         turns.lock = self.served.lock
         served = ServedRun(RUN, SECRET, self._policy, MAX_NEW, MAX_LENGTH)
-        server = EndpointServer(Endpoint(served, self.chat, turns).application)
+        recorder = Recorder(Endpoint(served, self.chat, turns).application)
+        self.recorders.append(recorder)
+        server = EndpointServer(recorder)  # type: ignore[arg-type]
         server.start()
         self._servers.append(server)
         return server

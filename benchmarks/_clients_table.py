@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from rrl.tests.support.clients.house import ROOMS
+from rrl.tests.support.clients.native import look_command
 
 FOLDER = Path(__file__).parents[1] / "tests" / "support" / "clients"
 REASONING = "<think>\nThe next one.\n</think>\n\n"
@@ -33,7 +34,7 @@ class Client(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return " ".join((self.package, *self.command[2:])) if not self.binary else self.package
+        return self.package if self.binary else " ".join((self.package, *self.command[2:]))
 
 
 def call(tool: str, **arguments: object) -> str:
@@ -41,9 +42,9 @@ def call(tool: str, **arguments: object) -> str:
     return f"{REASONING}<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
-def walk(last: str, tool: str = "look", key: str = "room", prefix: str = "", **more: str) -> tuple[str, ...]:
+def walk(last: str, tool: str = "look", key: str = "room", command: Callable[[str], str] = str) -> tuple[str, ...]:
     """Return the six answers of an episode: a call for each room, and then ``last``."""
-    return (*(call(tool, **{key: f"{prefix}{room}"}, **more) for room in ROOMS), last)
+    return (*(call(tool, **{key: command(room)}) for room in ROOMS), last)
 
 
 def _script(package: str, form: str, file: str, *modes: str, answers: Sequence[str], **more: bool) -> Client:
@@ -54,7 +55,9 @@ TEXT = walk(DONE)
 TYPED_TEXT = walk('{"chairs": 60}')
 _PYDANTIC = walk(call("final_result", chairs=60))
 _LANGCHAIN = walk(call("House", chairs=60))
-_SHELL = walk(call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"), "bash", "command", "echo ")
+_SHELL = walk(call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"), "bash", "command", "echo {}".format)
+
+_NATIVE = {"streams": True, "binary": True}
 
 CLIENTS: tuple[Client, ...] = (
     _script("openai", "chat", "openai_sdk.py", "chat", "create", answers=TEXT),
@@ -112,4 +115,15 @@ CLIENTS: tuple[Client, ...] = (
     _script("smolagents", "chat", "smol_agent.py", answers=walk(call("final_answer", answer=DONE)), constrained=True),
     _script("mini-swe-agent", "responses", "mini_swe.py", "litellm_response", answers=_SHELL),
     _script("mini-swe-agent", "chat", "mini_swe.py", "litellm", answers=_SHELL),
+    _script(
+        "codex", "responses", "native.py", "codex", answers=walk(DONE, "exec_command", "cmd", look_command), **_NATIVE
+    ),
+    _script(
+        "claude-code", "messages", "native.py", "claude", answers=walk(DONE, "Bash", "command", look_command), **_NATIVE
+    ),
 )
+
+
+def installed(binaries: bool) -> list[Client]:
+    """Return the clients, and the two large programs only if they are wanted."""
+    return [client for client in CLIENTS if binaries or not client.binary]
