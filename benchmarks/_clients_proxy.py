@@ -1,4 +1,4 @@
-"""A TCP proxy before an endpoint, which cuts one connection behind an event, and a recorder of the endpoint's streams."""
+"""A TCP proxy before an endpoint, which cuts one connection behind an event, and a recorder of streams."""
 
 from __future__ import annotations
 

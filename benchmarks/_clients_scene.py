@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -238,15 +238,22 @@ class ScriptedRun:
         assert isinstance(shown, EpisodeTurns), shown
         return shown.turns
 
-    def play(self, command: Sequence[str], item: EpisodeItem | None = None, base_url: str = "") -> Played:
-        """Play the episode, and train it if the client has printed a reward."""
-        item, error, reward = item or self.lease(), "", None
-        agent = program_agent(command, self.folder, lambda key: self.folder / "codex")
-        try:
-            attempt = agent("", base_url or self.server.base_url, self.key(item))
-            reward = asyncio.run(asyncio.wait_for(attempt, TIMEOUT_S))
-        except (ProgramFailed, TimeoutError) as failed:
-            error = str(failed) or type(failed).__name__
+    def play(
+        self, command: Sequence[str], base_url: str = "", kill_at: int | None = None, **environment: str
+    ) -> Played:
+        """Let a client play the episode, and train the episode if the client has printed a reward.
+
+        Args:
+            command: The client.
+            base_url: Another address of the endpoint.
+            kill_at: Number of the turn in which the process of the client is killed; None for none.
+            environment: Further environment variables.
+        """
+        item = self.lease()
+        command = ["env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        agent = program_agent(command, self.folder, lambda _: self.folder / "codex")
+        attempt = agent("", base_url or self.server.base_url, self.key(item))
+        reward, error = asyncio.run(self._attempt(attempt, kill_at))
         turns = self.turns(item)
         samples: tuple[Trajectory, ...] = ()
         with self.served.lock:
@@ -255,6 +262,19 @@ class ScriptedRun:
                 samples = tuple(bind(self.store, 1).trajectories)
             drift = int(self.store.audit().episodes.get("token_drift", 0))
         return Played(reward, error, turns, samples, dict(self.rollout.sampled), drift)
+
+    async def _attempt(self, agent: Awaitable[float | None], kill_at: int | None) -> tuple[float | None, str]:
+        """Return the reward, and why the attempt failed."""
+        attempt = asyncio.ensure_future(agent)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while kill_at is not None and len(self.rollout.sampled) < kill_at and not attempt.done():
+                    await asyncio.sleep(0.001)
+                if kill_at is not None:
+                    attempt.cancel()
+                return await attempt, ""
+        except (ProgramFailed, TimeoutError, asyncio.CancelledError) as failed:
+            return None, str(failed) or type(failed).__name__
 
     def close(self) -> None:
         for server in self._servers:

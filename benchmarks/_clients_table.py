@@ -29,6 +29,10 @@ class Client(Struct, frozen=True):
     streams: bool = False
     constrained: bool = False
     """Whether its calls ask for a schema or a forced tool."""
+    linear: bool = True
+    """Whether each of its calls continues the one before. Some rewrite answers, or force a tool only at first."""
+    repeats: bool = True
+    """Whether the client, or the program that uses it, repeats a call whose stream breaks."""
     binary: bool = False
     """Whether it is one of the two large native programs."""
 
@@ -67,9 +71,9 @@ CLIENTS: tuple[Client, ...] = (
     _script("openai", "responses", "openai_sdk.py", "responses", "stream", answers=TEXT, streams=True),
     _script("openai", "responses", "openai_sdk.py", "responses", "parse", answers=TYPED_TEXT, constrained=True),
     _script("openai-agents", "responses", "agents_sdk.py", "plain", answers=TEXT),
-    _script("openai-agents", "responses", "agents_sdk.py", "streamed", answers=TEXT, streams=True),
+    _script("openai-agents", "responses", "agents_sdk.py", "streamed", answers=TEXT, streams=True, repeats=False),
     _script("openai-agents", "responses", "agents_sdk.py", "typed", answers=TYPED_TEXT, constrained=True),
-    _script("openai-agents", "responses", "agents_sdk.py", "required", answers=TEXT, constrained=True),
+    _script("openai-agents", "responses", "agents_sdk.py", "required", answers=TEXT, constrained=True, linear=False),
     _script("pydantic-ai", "chat", "pydantic_agent.py", "openai-chat", "text", answers=TEXT),
     _script("pydantic-ai", "chat", "pydantic_agent.py", "openai-chat", "typed", answers=_PYDANTIC, constrained=True),
     _script("pydantic-ai", "responses", "pydantic_agent.py", "openai", "text", answers=TEXT),
@@ -112,7 +116,14 @@ CLIENTS: tuple[Client, ...] = (
     ),
     _script("anthropic", "messages", "anthropic_sdk.py", "create", answers=TEXT),
     _script("anthropic", "messages", "anthropic_sdk.py", "stream", answers=TEXT, streams=True),
-    _script("smolagents", "chat", "smol_agent.py", answers=walk(call("final_answer", answer=DONE)), constrained=True),
+    _script(
+        "smolagents",
+        "chat",
+        "smol_agent.py",
+        answers=walk(call("final_answer", answer=DONE)),
+        constrained=True,
+        linear=False,
+    ),
     _script("mini-swe-agent", "responses", "mini_swe.py", "litellm_response", answers=_SHELL),
     _script("mini-swe-agent", "chat", "mini_swe.py", "litellm", answers=_SHELL),
     _script(
