@@ -276,7 +276,8 @@ def _missing_packages(job: Job) -> Iterator[tuple[str, str, Problem]]:
     if trainer.lora is not None and trainer.command is None and find_spec("peft") is None:
         fix = "pip install '.[lora]' in rrl's clone, or remove this table"
         yield missing("roles.trainer.lora", ("roles", "trainer", "lora"), "peft", fix, trainer.launcher == "direct")
-    absent = next((name for name in ENDPOINT_PACKAGES if find_spec(name) is None), "")
+    masks = ("llguidance",) if roles.endpoint is not None and roles.endpoint.constraints == "enforce" else ()
+    absent = next((name for name in (*ENDPOINT_PACKAGES, *masks) if find_spec(name) is None), "")
     for name, role in roles.named().items():
         if absent and name in ("agents", "endpoint"):
             fix = "pip install '.[endpoint]' in rrl's clone"
@@ -313,7 +314,7 @@ def _check_endpoint_route(job: Job) -> list[str]:
     Whether other machines reach the address of a node is not known here.
     """
     network = job.transport.network
-    if job.roles.endpoint is None or not listens_on_loopback(job.cluster.traits, network):
+    if "endpoint" not in job.roles.named() or not listens_on_loopback(job.cluster.traits, network):
         return []
     without = f'kind = "{job.cluster.kind}" without [transport] network'
     reason = f'[transport] network = "{network}"' if network else without

@@ -326,6 +326,9 @@ class EndpointRole(Role):
     agents of its own (``[roles.agents]``).
     """
 
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
+    """Number of replicas; 0 in a job with [roles.agents] that only sets how calls are served: foreign, constraints and
+    untrained also apply to the run's own agents."""
     port: Annotated[int, Field(ge=0, le=65535)] = _ENDPOINT.port
     """TCP port on which each replica listens, at its node's address on the network of the run; 0 selects any free port,
     which changes with each restart."""
@@ -382,13 +385,13 @@ class Roles(Table):
     def named(self) -> dict[str, Role]:
         """Return the built-in roles by name, in the order in which they are placed.
 
-        The agents and the endpoint are among them only if they are set.
+        The agents and the endpoint are among them only if they are set, and the endpoint only if it has replicas.
         """
         return {
             "trajectories": self.trajectories,
             "reward": self.reward,
             **({"agents": self.agents} if self.agents is not None else {}),
-            **({"endpoint": self.endpoint} if self.endpoint is not None else {}),
+            **({"endpoint": self.endpoint} if self.endpoint is not None and self.endpoint.replicas else {}),
             "trainer": self.trainer,
             "rollout": self.rollout,
         }

@@ -39,6 +39,8 @@ _TOKEN_BYTES = 8
 """Bytes of a sampled token: its id and its log-probability."""
 _TRAJECTORY_BYTES = 1024
 """Further bytes of a trajectory: its score, and the weight versions that sampled it, 16 bytes each."""
+_ENDPOINT_SETTINGS = {"replicas", "foreign", "constraints", "untrained"}
+"""Keys of [roles.endpoint] that also apply to the agents of the run."""
 
 
 def check(job: Job) -> None:
@@ -202,6 +204,14 @@ def _endpoint(job: Job) -> None:
                 raise mistake(
                     (*at, key), f"has no effect beside [roles.agents]; remove this key, or set {key} in [roles.agents]"
                 )
+    if not endpoint.replicas:
+        if job.roles.agents is None:
+            raise mistake((*at, "replicas"), "0 leaves no endpoint for agents; write 1 or more, or set [roles.agents]")
+        for key in endpoint.model_fields_set - _ENDPOINT_SETTINGS:
+            raise mistake((*at, key), "has no effect with replicas = 0; remove this key, or write replicas = 1")
+    is_built = job.model is not None and job.model.path is None
+    if endpoint.constraints == "enforce" and is_built and any(r.engine == "vllm" for r in job.rollout_roles().values()):
+        raise mistake((*at, "constraints"), "vLLM needs the tokenizer of [model] path to enforce; set path, or ask")
     if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.traits.roles_run_here):
         raise mistake(
             (*at, "port"),

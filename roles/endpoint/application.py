@@ -14,10 +14,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 from msgspec import Struct, structs
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -52,6 +54,8 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
+_MAX_IGNORED = 64
+"""Maximum number of ignored keys and kinds of tools that are logged. Agents choose their names."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _ROOTS = ("/v1", "")
@@ -140,6 +144,10 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
+        self._overrode = False
+        """True once the log says that the job overrides what calls ask for."""
+        self._ignored: set[str] = set()
+        """What the log says of keys and tools that calls have in vain."""
         self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
         """Reports to the store that no call waits for."""
         self.waiting = 0
@@ -154,6 +162,10 @@ class Endpoint:
                     for root in _ROOTS
                 ),
                 *(Route(f"{root}/models", self._models, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/models/{{name:path}}", self._model, methods=["GET"]) for root in _ROOTS),
+                *(Route(f"{root}/messages/count_tokens", self._count, methods=["POST"]) for root in _ROOTS),
+                *(Route(path, _alive, methods=["HEAD"]) for path in ("/", "/api/hello")),
+                *(Route(f"{root}/responses", _no_socket, methods=["GET"]) for root in _ROOTS),
                 *routes,
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -161,14 +173,26 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         bearer_key(request, self._run.run, self._run.secret)
-        listed = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rrl"}]
-        return JSONResponse({"object": "list", "data": listed})
+        listed = {"data": [_model_object(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+        return JSONResponse({"object": "list", **listed})
+
+    async def _model(self, request: Request) -> Response:
+        bearer_key(request, self._run.run, self._run.secret)
+        return JSONResponse(_model_object(request.path_params["name"]))
+
+    async def _count(self, request: Request) -> Response:
+        """Return the number of tokens of the context that a call of the same body would have."""
+        key = self._episode_key(request)
+        async with self._locks.setdefault(key.episode, asyncio.Lock()):
+            work = Work(FORMS["messages"].parse, await read_body(request, self._max_body), None)
+            call = await self._parse("messages", work.body)
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            episode = await self._known.read(key.episode, call.digest)
+            context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
+        return JSONResponse({"input_tokens": context.length})
 
     async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
-        key = bearer_key(request, self._run.run, self._run.secret)
-        if not key.attempt:
-            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
-            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        key = self._episode_key(request)
         repeated = _repeated(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
@@ -186,6 +210,14 @@ class Endpoint:
                 end()
 
         return respond
+
+    def _episode_key(self, request: Request) -> EpisodeKey:
+        """Return the content of a request's API key, which must be that of an episode. Raises ApiError."""
+        key = bearer_key(request, self._run.run, self._run.secret)
+        if not key.attempt:
+            message = "this is the key of the run; open an episode with POST /rrl/v1/episodes, and use its api_key"
+            raise ApiError(403, message, "permission_error", "episode_key_needed")
+        return key
 
     async def _parse(self, wire: str, body: bytes) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
@@ -207,7 +239,17 @@ class Endpoint:
     async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
         call = await self._parse(wire, body)
-        chat = await asyncio.to_thread(self._preparation.chat_of, call) if call.tools else self._chat
+        chat: Chat = self._chat
+        if call.tools or call.constraint:
+            chat = await asyncio.to_thread(self._preparation.chat_of, call)
+            call = await asyncio.to_thread(self._preparation.masked, call, chat)
+        if call.overridden and not self._overrode:
+            self._overrode = True
+            _log.info("a call of %r asks for %s; it is sampled as the job says", call.model, ", ".join(call.overridden))
+        for name in call.ignored:
+            if name not in self._ignored and len(self._ignored) < _MAX_IGNORED:
+                self._ignored.add(name)
+                _log.info("a call of %r has %.100s, which is ignored, as in any call", call.model, name)
         digest = call.digest
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
@@ -349,6 +391,24 @@ class Endpoint:
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
             self._reports.add(sent)
             sent.add_done_callback(self._reports.discard)
+
+
+async def _alive(_: Request) -> Response:
+    """Answer a client that asks only whether there is a server."""
+    return Response()
+
+
+def _model_object(name: str) -> dict[str, Any]:
+    """Return a model as OpenAI's and Anthropic's clients expect it; every name means the model that is trained."""
+    dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, "object": "model", "type": "model", "display_name": name, **dates, "owned_by": "rrl"}
+
+
+async def _no_socket(request: Request) -> Response:
+    """Refuse a WebSocket with the status at which Codex uses HTTP at once."""
+    if "upgrade" not in request.headers:
+        raise HTTPException(405, "Method Not Allowed")
+    return Response("responses are served over HTTP", 426)
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:

@@ -14,7 +14,11 @@ from msgspec import Struct
 from .calls.call import Call, Policy
 from .calls.chat_body import parse_chat, parse_completion
 from .calls.errors import ApiError
+from .calls.messages_body import parse_messages
+from .calls.responses_body import parse_responses
 from .replies.chat_reply import ChatWriter
+from .replies.messages_reply import MessagesWriter, messages_error
+from .replies.responses_reply import ResponsesWriter
 from .replies.writer import Writer
 
 
@@ -28,21 +32,34 @@ class Form(Struct, frozen=True):
     writer: type[Writer]
     error: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
     """Returns the body of an error."""
+    last: tuple[bytes, ...] = (b"data: [DONE]",)
+    """Beginnings of the event that is the last one of a stream."""
+    overloaded: int = 503
+    """Status with which the client repeats the request later."""
 
+
+_RESPONSE_ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
+    "responses": Form("/responses", parse_responses, ResponsesWriter, last=_RESPONSE_ENDS),
+    "messages": Form(
+        "/messages", parse_messages, MessagesWriter, messages_error, last=(b"event: message_stop",), overloaded=529
+    ),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""
 
 
 def form_at(path: str) -> Form | None:
-    """Return the form whose requests have this path, with or without ``/v1``; None if no form has it."""
-    return next((form for form in FORMS.values() if path.removeprefix("/v1") == form.path), None)
+    """Return the form whose requests have this path or one below it, with or without ``/v1``; None if no form has."""
+    rest = f"{path.removeprefix('/v1')}/"
+    return next((form for form in FORMS.values() if rest.startswith(f"{form.path}/")), None)
 
 
-def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """Return the body of an error in the form of the requests at a path; in OpenAI's form at any other path."""
+def error_reply(path: str, error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error in the form of the requests at a path; in OpenAI's form at any other path."""
     form = form_at(path)
-    return error.body if form is None else form.error(error)
+    if form is None:
+        return error.status, error.body
+    return form.overloaded if error.status == 503 else error.status, form.error(error)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..trajectories.client import Fenced, FencedAttempt, NoAnswer, Refused
 from .calls.errors import ApiError
-from .forms import error_body
+from .forms import error_reply
 from .key import EpisodeKey, decode_key
 
 _log = logging.getLogger("rrl.endpoint")
@@ -24,7 +24,8 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 """Seconds in which a body must arrive, so that slow senders do not occupy memory indefinitely."""
 _SERVED = (
-    "this server answers POST /v1/chat/completions, POST /v1/completions, GET /v1/models and POST /rrl/v1/episodes"
+    "this server answers POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, POST /v1/completions,"
+    " GET /v1/models and POST /rrl/v1/episodes"
 )
 
 
@@ -33,7 +34,7 @@ class Abandoned(Exception):
 
 
 def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
-    """Return the content of a request's API key.
+    """Return the content of a request's API key, which OpenAI's and Anthropic's clients send in different headers.
 
     Args:
         request: The request.
@@ -44,7 +45,9 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
         ApiError: This run has not issued the key.
     """
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
-    key = decode_key(text.strip(), run, secret) if scheme == "Bearer" else None
+    if scheme != "Bearer":
+        text = request.headers.get("x-api-key", "")
+    key = decode_key(text.strip(), run, secret)
     if key is None:
         message = "the API key is not one of this run; use the api_key that the agent was given"
         raise ApiError(401, message, code="invalid_api_key")
@@ -77,7 +80,8 @@ async def read_body(request: Request, limit: float = math.inf, take: Callable[[i
 
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error_body(request.url.path, error), error.status, error.headers)
+    status, body = error_reply(request.url.path, error)
+    return JSONResponse(body, status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -101,7 +105,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _superseded(request: Request, error: Exception) -> Response:
     message = "this endpoint is being replaced; repeat the request"
-    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced"))
+    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced", retry_after=1))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -6,9 +6,9 @@ white space before a JSON answer, and comments in a stream, so that no read time
 not interpret tokens. After each event of a stream, the endpoint sends the number of the call and the number of tokens
 that the agent has by then (``: rrl CALL SENT``). The relay repeats a call with these two numbers.
 
-A relay keeps the body of each call, one event of each stream, and every answer that is not a stream until it is
-complete. Together they take at most :data:`MAX_MEMORY_BYTES` of memory. If an agent reads slowly, only its own answer
-is delayed, at the relay and at the endpoint.
+A relay keeps the body of each call, one event or the end of each stream, and every answer that is not a stream until it
+is complete. Together they take at most :data:`MAX_MEMORY_BYTES` of memory. If an agent reads slowly, only its own
+answer is delayed, at the relay and at the endpoint.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from .calls.errors import ApiError
+from .forms import error_reply, form_at
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 
 _log = logging.getLogger("rrl.relay")
@@ -57,7 +58,6 @@ RETRY_S = 0.3
 """Seconds between two attempts to reach the endpoint while it is unavailable."""
 LOOK_INTERVAL_S = 1.0
 """Seconds between two reads of the endpoint's addresses from the run directory."""
-_COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 _EPISODES = "/rrl/v1/episodes"
 _RETRY_HEADER = "x-stainless-retry-count"
 _NOT_PASSED = frozenset(
@@ -82,7 +82,6 @@ _NOT_PASSED = frozenset(
 """Headers that the relay does not pass on, because they concern a single connection, or would request compressed
 answers."""
 _EVENT_STREAM = "text/event-stream"
-_DONE = b"data: [DONE]"
 _POSITION = b": rrl "
 T = TypeVar("T")
 Take = Callable[[int], None]
@@ -138,6 +137,9 @@ class _Call:
     def __init__(self, request: Request, target: str, body: bytes) -> None:
         self.method, self.target, self.body = request.method, target, body
         self.path = target.partition("?")[0]
+        form = form_at(self.path)
+        self.last = () if form is None else form.last
+        """Beginnings of the last event of a stream."""
         passed = {name: value for name, value in request.headers.items() if name not in _NOT_PASSED}
         self._headers = {name: value for name, value in passed.items() if not name.startswith("x-rrl-")}
         self._headers |= {"x-rrl-relay": "1", "accept-encoding": "identity"}
@@ -169,7 +171,7 @@ class _Call:
         The endpoint sends signs of life while such a call waits for its answer. If the call is repeated, the endpoint
         continues the answer.
         """
-        return self.method == "POST" and self.path in _COMPLETIONS
+        return self.method == "POST" and bool(self.last)
 
     @property
     def is_stream(self) -> bool:
@@ -300,7 +302,7 @@ class Relay:
                         async for event in events:
                             begun = True
                             yield event
-                            if event.startswith(_DONE):
+                            if event.startswith(call.last):
                                 return
                 if begun and call.position is None:
                     raise Abandoned(
@@ -309,9 +311,10 @@ class Relay:
                     )
                 upstream = await self._open_again(call)
             refused = await self._fetch(call, take, upstream)
-            yield b"data: " + refused.content.replace(b"\n", b" ") + b"\n\n"  # the endpoint's error object
+            problem = refused.content.replace(b"\n", b" ")
         except ApiError as error:
-            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
+            problem = msgspec.json.encode(error_reply(call.path, error)[1])
+        yield b"event: error\ndata: " + problem + b"\n\n"
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
@@ -401,9 +404,9 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
 async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) -> AsyncGenerator[bytes]:
     """Yield the events of a replica's stream, without the comments.
 
-    Each event is held back until the stream's position after this event is known, or until the next event has arrived.
-    The last event is not held back. If the replica is lost, an event that is still held back is not yielded, because
-    the answer to the repeated call contains this event again.
+    Each event is held back until the stream's position after this event is known, or until the last event has arrived:
+    the endpoint writes the end of an answer at once. If the replica is lost, events that are still held back are not
+    yielded, because the answer to the repeated call contains them again.
     """
     held: list[bytes] = []
     async with aclosing(_blocks(upstream, take)) as blocks:
@@ -415,7 +418,7 @@ async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) ->
             if position is not None:
                 number, _, sent = position.removeprefix(_POSITION).decode("ascii", "replace").partition(" ")
                 call.position = number, sent
-            if position is not None or event.startswith(_DONE) or len(held) > 1:
+            if position is not None or event.startswith(call.last):
                 for one in held:
                     yield one
                 held = []

@@ -16,17 +16,17 @@ from ...config.model_folder import max_length
 from ...core.run_spec import ModelSpec
 from .conversation import (
     ASSISTANT,
-    DEVELOPER,
-    SYSTEM,
     AnswerContent,
     Chat,
     Message,
     ModelChat,
+    SystemPlaces,
     TemplateTokenizer,
     ToolFormat,
     ToolsUnsupported,
     ended,
 )
+from .system_messages import SYSTEM_ROLES, place_system
 from .template_chat import TemplateChat
 from .tokenizer import Tokenizer, open_tokenizer
 
@@ -77,21 +77,22 @@ class PieceChat:
         assert model.tokenizer is not None
         self.tokenizer, self.model = tokenizer, model
         self._pieces = {ASSISTANT: CONTENT, **(model.tokenizer.chat or {})}
+        shown = frozenset(SYSTEM_ROLES) & self._pieces.keys()
+        self._places = SystemPlaces(shown, shown)
         before, _, after = self._pieces[ASSISTANT].partition(CONTENT)
         self._answer_begins = tokenizer.encode(before)
         self._answer_ends = (tokenizer.eos, *tokenizer.encode(after))
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        tokens = [token for message in messages for token in self._encode(message)]
-        return (*tokens, *self._answer_begins)
+        return self._encode_all(messages)
 
     def extend(
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         end = self._answer_ends[1:] if ended(sampled, self.tokenizer) else self._answer_ends
-        return (*context, *sampled, *end, *self.prompt(messages[answered:]))
+        return (*context, *sampled, *end, *self._encode_all(messages[answered:], begins=False))
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
         """Return the content of an answer that was sampled after ``context``."""
@@ -101,10 +102,14 @@ class PieceChat:
         """Raise ToolsUnsupported, because a model that rrl builds cannot be offered tools."""
         raise ToolsUnsupported("a model that rrl builds cannot be offered tools; remove the key")
 
+    def _encode_all(self, messages: Sequence[Message], begins: bool = True) -> tuple[int, ...]:
+        placed = place_system(messages, self._places, begins)
+        return (*(token for message in placed for token in self._encode(message)), *self._answer_begins)
+
     def _encode(self, message: Message) -> tuple[int, ...]:
         if message.role == ASSISTANT:
             return (*self._answer_begins, *self.tokenizer.encode(message.content), *self._answer_ends)
-        piece = self._pieces.get(message.role) or (self._pieces.get(SYSTEM) if message.role == DEVELOPER else None)
+        piece = self._pieces.get(message.role)
         if piece is None:
             raise UnknownRole(
                 f"[model.tokenizer] chat has no piece for role {message.role!r}; it has {', '.join(self._pieces)}"

@@ -13,8 +13,8 @@ from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
 """Role of the messages that the model writes."""
-DEVELOPER, SYSTEM = "developer", "system"
-"""Role of instructions in OpenAI's newer API, and in most chat templates."""
+DEVELOPER, SYSTEM, USER = "developer", "system", "user"
+"""Role of instructions in OpenAI's newer API, role of instructions in most chat templates, and role of requests."""
 
 
 class ToolCall(Struct, frozen=True):
@@ -39,6 +39,15 @@ class Message(Struct, frozen=True, omit_defaults=True):
     """Reasoning that precedes the content of an answer; empty if the model's family does not separate the two."""
     parts: tuple[str, ...] = ()
     """The pieces of the content, if there are several; ``content`` joins them by line ends, as vLLM does."""
+
+
+class SystemPlaces(Struct, frozen=True):
+    """The roles, of :data:`SYSTEM` and :data:`DEVELOPER`, that a format shows (:mod:`.system_messages`)."""
+
+    first: frozenset[str] = frozenset()
+    """The roles that it shows at the beginning of a conversation."""
+    later: frozenset[str] = frozenset()
+    """The roles that it also shows at each later place."""
 
 
 class AnswerContent(Struct, frozen=True):
@@ -115,10 +124,12 @@ class ModelChat(Chat, Protocol):
 class TemplateTokenizer(Tokenizer, Protocol):
     """The tokenizer of a folder that has a chat template."""
 
-    has_developer: bool
-    """True if the template has messages of the role :data:`DEVELOPER`."""
     takes_parts: bool
     """True if the template joins the pieces of a content itself."""
+
+    @property
+    def places(self) -> SystemPlaces:
+        """The places at which the template shows messages of the system and of developers."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
         """Return a conversation as text, at whose end the model's answer begins if ``answer_begins``.
@@ -141,23 +152,9 @@ ToolFormat = Callable[[list[Any]], Chat]
 """The format in which a model is offered tools and calls them: returns the chat with these tools (OpenAI's list)."""
 
 
-def as_template_messages(
-    messages: Sequence[Message], tokenizer: TemplateTokenizer, begins: bool = True
-) -> list[dict[str, Any]]:
-    """Return messages as a chat template expects them.
-
-    As in vLLM, a developer's message is one of the system if the template has no such role, and is then joined with the
-    messages of the system around it at the beginning of a conversation (``begins``).
-    """
-    made = [_as_template_message(message, tokenizer.takes_parts) for message in messages]
-    foreign = [] if tokenizer.has_developer else [each for each in made if each["role"] == DEVELOPER]
-    for each in foreign:
-        each["role"] = SYSTEM
-    count = next((place for place, each in enumerate(made) if each["role"] != SYSTEM), len(made))
-    if foreign and begins and count > 1:
-        joined = "\n\n".join(message.content for message in messages[:count] if message.content)
-        made[:count] = [{"role": SYSTEM, "content": joined}]
-    return made
+def as_template_messages(messages: Sequence[Message], takes_parts: bool) -> list[dict[str, Any]]:
+    """Return messages as a chat template expects them (:attr:`TemplateTokenizer.takes_parts`)."""
+    return [_as_template_message(message, takes_parts) for message in messages]
 
 
 def _as_template_message(message: Message, takes_parts: bool) -> dict[str, Any]:

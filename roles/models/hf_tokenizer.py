@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from ...config.input_files import require_unchanged
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextTooLong, eos_ids, read_json
+from .conversation import SYSTEM, SystemPlaces, as_template_messages
+from .system_messages import SYSTEM_ROLES, find_places
 
 _BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -67,13 +70,26 @@ class FolderTokenizer:
         """Maximum number of bytes of a text."""
         self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
-        self.has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
+        self._has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
         self.takes_parts = False
         self.takes_parts = self._joins_parts()
 
+    @cached_property
+    def places(self) -> SystemPlaces:
+        """The places at which the template shows messages of the system and of developers."""
+        roles = SYSTEM_ROLES if self._has_developer else (SYSTEM,)
+        return find_places(
+            roles, lambda messages: self.render(as_template_messages(messages, self.takes_parts), answer_begins=True)
+        )
+
+    @property
+    def document(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def limit_text(self, tokens: int) -> None:
         """Refuse, from now on, to encode a text that certainly has more than ``tokens`` tokens."""
-        self._max_bytes = tokens * bytes_per_token(json.loads(self._tokenizer.to_str()))
+        self._max_bytes = tokens * bytes_per_token(json.loads(self.document))
 
     def _joins_parts(self) -> bool:
         """Return whether the chat template takes a content in pieces, and writes them without their markup."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_messages, ended
+from .system_messages import place_system
 from .tokenizer import Tokenizer
 
 
@@ -51,8 +52,9 @@ class TemplateChat:
         return AnswerContent(self.tokenizer.decode(sampled))
 
     def _render(self, messages: Sequence[Message], *, answer_begins: bool) -> str:
-        given = as_template_messages(messages, self._folder_tokenizer)
-        return self._folder_tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
+        tokenizer = self._folder_tokenizer
+        given = as_template_messages(place_system(messages, tokenizer.places), tokenizer.takes_parts)
+        return tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
 
     def _find_end(self) -> str | None:
         """Return the text that the template adds after an answer; None if the template also changes earlier text."""

@@ -24,12 +24,14 @@ from .conversation import (
     ASSISTANT,
     AnswerContent,
     Message,
+    SystemPlaces,
     TemplateTokenizer,
     ToolCall,
     ToolFormat,
     ToolsUnsupported,
     as_template_messages,
 )
+from .system_messages import find_places, place_system
 from .template_chat import TemplateChat
 
 try:
@@ -78,7 +80,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
         ToolsUnsupported: Tools cannot be offered to this model.
     """
     if parser is not None:
-        asked = as_template_messages([Message("user", "a")], tokenizer)
+        asked = as_template_messages([Message("user", "a")], tokenizer.takes_parts)
         shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
         if _PROBE_TOOL["function"]["name"] not in shown:  # type: ignore[index]
             raise ToolsUnsupported(
@@ -89,7 +91,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
     for name in _candidates(tokenizer):
         if (renderer := _family_renderer(name, tokenizer)) is not None:
             _log.info("tools are offered in the format of the model family %s", name)
-            return partial(FamilyChat, tokenizer, renderer)
+            return partial(FamilyChat, tokenizer, renderer, places=_family_places(tokenizer, renderer))
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
     raise ToolsUnsupported(
         f"no parser for tool calls is known for the chat template of this model; set [model]"
@@ -124,6 +126,23 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
     return None
 
 
+def _family_places(tokenizer: TemplateTokenizer, renderer: Any) -> SystemPlaces:
+    """Return the places at which a renderer shows messages of the system and of developers, as the template does."""
+    given = tokenizer.places
+    chat = FamilyChat(tokenizer, renderer, [_PROBE_TOOL], SystemPlaces(given.first, given.first))
+
+    def show(messages: Sequence[Message]) -> str:
+        answered = 1 + max((at for at, each in enumerate(messages) if each.role == ASSISTANT), default=-1)
+        tokens = chat.prompt(messages)
+        if answered:
+            sampled = tokenizer.encode(messages[answered - 1].content or "1")
+            tokens = chat.extend(chat.prompt(messages[: answered - 1]), sampled, messages, answered) or tokens
+        return tokenizer.decode_all(tokens)
+
+    found = find_places(given.first, show)
+    return SystemPlaces(found.first, found.later & given.later)
+
+
 class FamilyChat:
     """The chat, with tools, of a model whose family the library knows.
 
@@ -131,15 +150,18 @@ class FamilyChat:
         tokenizer: Tokenizer of the model's folder.
         renderer: The library's renderer of the family.
         tools: OpenAI's list of tools.
+        places: The places at which the renderer shows messages of the system and of developers.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
+    def __init__(
+        self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any], places: SystemPlaces | None = None
+    ) -> None:
         self.tokenizer = tokenizer
-        self._renderer, self._tools = renderer, list(tools)
+        self._renderer, self._tools, self._places = renderer, list(tools), places or tokenizer.places
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
-        given = as_template_messages(messages, self.tokenizer)
+        given = as_template_messages(place_system(messages, self._places), self.tokenizer.takes_parts)
         try:
             return tuple(self._renderer.render_ids(given, tools=self._tools, add_generation_prompt=True))
         except TextTooLong:
@@ -151,7 +173,8 @@ class FamilyChat:
         self, context: tuple[int, ...], sampled: tuple[int, ...], messages: Sequence[Message], answered: int
     ) -> tuple[int, ...] | None:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
-        added = as_template_messages(messages[answered:], self.tokenizer, begins=False)
+        placed = place_system(messages[answered:], self._places, begins=False)
+        added = as_template_messages(placed, self.tokenizer.takes_parts)
         try:
             bridged = self._renderer.bridge_to_next_turn(list(context), list(sampled), added, tools=self._tools)
         except TextTooLong:

@@ -31,6 +31,7 @@ def next_token(
     prompt: Sequence[int],
     sampled: Sequence[int],
     generator: torch.Generator,
+    allowed: Tensor | None = None,
 ) -> tuple[int, float]:
     """Sample the next token of a turn.
 
@@ -41,12 +42,14 @@ def next_token(
         prompt: Tokens before the answer.
         sampled: Tokens of the answer so far.
         generator: Generator of the engine, for a turn without a seed.
+        allowed: Which tokens the constraint of the turn allows: [vocabulary]; None for all.
 
     Returns:
         The token and its log-probability. The log-probability is that of the distribution from which the token was
         sampled or, at temperature 0, of the model's distribution after penalties.
     """
     temperature = temperature if sampling.temperature is None else sampling.temperature
+    logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     penalised = _penalised(logits.float(), sampling, prompt, sampled)
     if temperature == 0:
         logprobs = log_probs(penalised, 1.0)

@@ -26,6 +26,7 @@ from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
 from .engine import IN_USE_TEXT, Engine, Sampling, StepOutput, sampling_of
 from .foreign_sampling import GREEDY, next_token
+from .masks import Mask, Masks
 
 _log = logging.getLogger("rrl.rollout")
 
@@ -45,7 +46,12 @@ def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[
         materialise(model, assigned_device(me.launch))
         seed = seed_of(me.job.seed, me.launch.incarnation)
         return TorchEngine(
-            model, stop_tokens=tokenizer.stop_tokens, seed=seed, sampling=sampling, lease=me.rollout.lease
+            model,
+            stop_tokens=tokenizer.stop_tokens,
+            seed=seed,
+            sampling=sampling,
+            lease=me.rollout.lease,
+            masks=Masks(tokenizer),
         )
 
     return build
@@ -70,6 +76,7 @@ class TorchEngine:
         sampling: How to sample.
         lease: Maximum number of trajectories that run at the same time. New trajectories are accepted only when all
             running trajectories are complete.
+        masks: Makes the masks of constrained trajectories; without it they end at once.
     """
 
     def __init__(
@@ -80,13 +87,14 @@ class TorchEngine:
         seed: int,
         sampling: Sampling | None = None,
         lease: int = 64,
+        masks: Masks | None = None,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self._stop_tokens = stop_tokens
         self._device = next(model.parameters()).device
         self._stop_token_tensor = torch.tensor(sorted(stop_tokens), device=self._device)
         self._sampling = sampling or Sampling()
-        self._lease = lease
+        self._lease, self._masks = lease, masks
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._version: Version | None = None
         self._rows: list[_Row] = []
@@ -109,11 +117,18 @@ class TorchEngine:
     def add(self, items: Sequence[Item]) -> None:
         """Begin to extend these trajectories too. The model then reads the prefixes of all trajectories again."""
         for row in map(_Row, items):
-            if row.is_complete(self._stop_tokens):
+            if row.is_complete(self._stop_tokens) or not self._masked(row):
                 self._already_complete.append(row.trajectory)
             else:
                 self._rows.append(row)
                 self._batch = None
+
+    def _masked(self, row: _Row) -> bool:
+        """Give a row the mask of its constraint, if it has one. Returns False if there can be no such mask."""
+        if row.sampling is None or row.sampling.constraint is None:
+            return True
+        row.mask = None if self._masks is None else self._masks.begin(row.sampling.constraint, row.sampled)
+        return row.mask is not None
 
     def step(self) -> StepOutput:
         """Generate one segment of each trajectory (:meth:`.engine.Engine.step`)."""
@@ -182,9 +197,12 @@ class TorchEngine:
                 chosen_logprobs[greedy], chosen[greedy] = of_model.max(-1)
             for index, row, how in foreign:
                 sampled = [*row.sampled, *(int(step[index]) for step in tokens)]
+                allowed = None if row.mask is None else row.mask.allowed(logits.shape[-1], self._device)
                 token, logprob = next_token(
-                    logits[index], how, sampling.temperature, row.prompt, sampled, self._generator
+                    logits[index], how, sampling.temperature, row.prompt, sampled, self._generator, allowed
                 )
+                if row.mask is not None:
+                    row.mask.take(token)
                 chosen[index], chosen_logprobs[index] = token, logprob
             tokens.append(chosen)
             logprobs.append(chosen_logprobs)
@@ -249,6 +267,8 @@ class _Row:
         self.tokens = [*item.prompt, *generated]
         self.prompt = item.prompt
         self.sampling = item.sampling
+        self.mask: Mask | None = None
+        """The mask of a constrained trajectory, after :attr:`sampled`."""
         self.offset = len(generated)
         self.remaining = item.max_new
         self._path = PathDigest()

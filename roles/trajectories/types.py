@@ -79,7 +79,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     constraint: str | None = None
-    """JSON text of what the engine must allow only (:mod:`rrl.roles.endpoint.calls.constraint`)."""
+    """Grammar that masks the tokens, in Lark's form as the library llguidance reads it."""
 
 
 class Item(Struct, frozen=True):

@@ -17,6 +17,8 @@ from .errors import ApiError, wrong
 
 MAX_CHOICES = 128
 """Maximum number of answers to one request, as in OpenAI's API."""
+MAX_TOOLS = 2048
+"""Maximum number of tools of a request: more than a client with many MCP servers has."""
 MAX_STOPS = 16
 """Maximum number of stop texts. It is limited, because each stop text is searched for after every token. OpenAI allows
 4, vLLM any number."""
@@ -43,6 +45,19 @@ class Policy(Struct, frozen=True):
     """Maximum number of tokens of context and answer together."""
 
 
+class ToolName(Struct, frozen=True):
+    """A tool that the agent calls in another way than the model."""
+
+    name: str
+    """Its name for the model."""
+    own: str
+    """Its name for the agent."""
+    namespace: str = ""
+    """The agent's namespace of the tool; empty if it is in none."""
+    custom: bool = False
+    """True if the agent's tool takes a text, which is the argument ``input`` for the model."""
+
+
 class Call(Struct, frozen=True):
     """A request for answers."""
 
@@ -61,12 +76,18 @@ class Call(Struct, frozen=True):
     """Texts that end an answer, and are not part of it."""
     tools: str = ""
     """OpenAI's list of tools as JSON; empty if there is none."""
+    tool_names: tuple[ToolName, ...] = ()
+    """The tools that the agent calls in another way than the model."""
     may_call: bool = False
     """True if the agent gets the tool calls in an answer as ``tool_calls``; False if it gets them as text."""
     constraint: str = ""
-    """JSON text of what the answer is asked or made to be; empty if there is no constraint."""
+    """What the answer is asked or made to be (:meth:`.constraint.Constraint.encode`); empty if it may be anything."""
     sampling: Sampling | None = None
     """The sampling of a call that is not trained; None for any other call."""
+    overridden: tuple[str, ...] = ()
+    """Keys with which the call asked for other sampling, and which the job overrides."""
+    ignored: tuple[str, ...] = ()
+    """What the request has, and the answer does not: keys and kinds of tools, for the log."""
     stream: bool = False
     include_usage: bool = False
     """True if a stream must end with the numbers of tokens of the request and its answers."""

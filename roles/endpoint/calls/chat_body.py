@@ -7,14 +7,24 @@ from typing import Any
 import msgspec
 
 from ...models.conversation import ASSISTANT, Message, ToolCall
-from .call import MAX_CHOICES, Call, Policy, as_table, identified, take_count, take_flag, take_model, take_stop
-from .errors import unsupported, wrong
+from .call import (
+    MAX_CHOICES,
+    MAX_TOOLS,
+    Call,
+    Policy,
+    as_table,
+    identified,
+    take_count,
+    take_flag,
+    take_model,
+    take_stop,
+)
+from .constraint import Constraint, answer_schema, read_tool_choice
+from .errors import wrong
 from .sampling import foreign_sampling
 
 _NO_VALUES: tuple[Any, ...] = (None, "", [], {})
 """The values with which a key is ignored, whatever its name: clients send back all keys of an answer."""
-_MAX_TOOLS = 128
-"""Maximum number of tools, as in OpenAI's API."""
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -40,14 +50,17 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
         raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
     max_new = take_count(given, "max_completion_tokens", None)
     older_name = take_count(given, "max_tokens", None)
-    tools, may_call = take_tools(given)
+    refused, (tools, names) = policy.constraints == "refuse", _take_tools(given)
+    schema = answer_schema(given.pop("response_format", None), "response_format", refused=refused)
+    choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
     call = Call(
         wire="chat",
         messages=tuple(parse_message(message, index) for index, message in enumerate(messages)),
         logprobs=take_flag(given, "logprobs"),
         max_new=older_name if max_new is None else max_new,
         tools=tools,
-        may_call=may_call,
+        may_call=choice.may_call,
+        constraint=Constraint(schema, choice.must_call, choice.names).encode(),
         **_common(given, policy),
     )
     return identified(call)
@@ -83,15 +96,16 @@ def _common(given: dict[str, Any], policy: Policy) -> dict[str, Any]:
     choices = take_count(given, "n", 1)
     if choices is not None and choices > MAX_CHOICES:
         raise wrong("n", f"must be at most {MAX_CHOICES}")
-    return {
+    made = {
         "model": model,
         "choices": choices,
         "stop": take_stop(given, "stop"),
         "stream": take_flag(given, "stream"),
         "include_usage": options.get("include_usage") is True,
         "return_token_ids": take_flag(given, "return_token_ids"),
-        "sampling": foreign_sampling(given, policy.temperature, refused=policy.foreign == "refuse"),
     }
+    sampling, overridden = foreign_sampling(given, policy)
+    return made | {"sampling": sampling, "overridden": overridden}
 
 
 # ── messages and tools ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,28 +172,16 @@ def _tool_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
     return tuple(made)
 
 
-def take_tools(given: dict[str, Any]) -> tuple[str, bool]:
-    """Remove the keys about tools from a body.
-
-    Returns:
-        OpenAI's list of tools as JSON, empty if there is none; and whether answers may call them.
-
-    Raises:
-        ApiError: A key is invalid, or would change the policy that samples.
-    """
-    tools, choice = given.pop("tools", None) or [], given.pop("tool_choice", None)
-    if choice not in (None, "none", "auto"):
-        problem = 'a forced tool call is not sampled from the trained policy; set tool_choice to "auto" or "none"'
-        raise unsupported("tool_choice", choice, problem)
-    if not isinstance(tools, list) or len(tools) > _MAX_TOOLS or not all(map(_is_tool, tools)):
-        raise wrong(
-            "tools",
-            f'must be a list of at most {_MAX_TOOLS} {{"type": "function", "function": {{"name": "...",'
-            ' "description": "...", "parameters": {...}}}',
-        )
-    if not tools:
-        return "", False
-    return msgspec.json.encode(tools).decode(), choice != "none"
+def _take_tools(given: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Remove the list of tools from a body, and return it as JSON, empty if there is none, and the tools' names."""
+    tools = given.pop("tools", None) or []
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        shape = '{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}'
+        raise wrong("tools", f"must be a list of {shape}")
+    if len(tools) > MAX_TOOLS:
+        raise wrong("tools", f"{len(tools)} tools are too many; at most {MAX_TOOLS} can be offered in one request")
+    names = tuple(tool["function"]["name"] for tool in tools)
+    return msgspec.json.encode(tools).decode() if tools else "", names
 
 
 def _is_tool(tool: Any) -> bool:

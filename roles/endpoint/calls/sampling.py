@@ -14,6 +14,7 @@ import msgspec
 
 from ...trajectories.episodes.turn_rules import ACCEPTED
 from ...trajectories.types import Sampling
+from .call import Policy
 from .errors import unsupported, wrong
 
 _IGNORED = frozenset(
@@ -53,18 +54,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that can change how the model samples, each with the values that change nothing."""
 
 
-def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: bool) -> Sampling | None:
-    """Return how a foreign call is sampled; None if the call is not foreign.
+def foreign_sampling(given: Mapping[str, Any], policy: Policy) -> tuple[Sampling | None, tuple[str, ...]]:
+    """Return how a foreign call is sampled, None if it is sampled as the job says; and the keys that this overrides.
 
     Args:
         given: The keys of the body that are not read elsewhere.
-        temperature: Temperature of the job.
-        refused: True if foreign calls are refused.
+        policy: The job's settings of sampling.
 
     Raises:
         ApiError: A key is unknown or invalid, or the call is foreign and foreign calls are refused.
     """
     changes: dict[str, Any] = {}
+    temperature, refused = policy.temperature, policy.foreign == "refuse"
     for key, value in given.items():
         if value is None or key in _IGNORED or _is_neutral(key, value, temperature):
             continue
@@ -88,7 +89,9 @@ def foreign_sampling(given: Mapping[str, Any], temperature: float, *, refused: b
             raise wrong(key, f"must be {words}") from None
         if not accepts(changes[key]):
             raise wrong(key, f"must be {words}")
-    return Sampling(**changes) if changes else None
+    if policy.foreign == "override":
+        return None, tuple(changes)
+    return Sampling(**changes) if changes else None, ()
 
 
 def _is_neutral(key: str, value: Any, temperature: float) -> bool:

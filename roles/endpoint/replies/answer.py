@@ -53,7 +53,8 @@ class SampledAnswer:
         self._form = answer_format(call)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self._stopped = False
+        self.stopped_by = ""
+        """The stop text with which the answer has ended; empty if it has not, or otherwise."""
         self._reported, self._end_reported = resumed, ended
         self._sent: str | None = None if resumed else ""
         """Text that the stream has sent; None until all tokens that an earlier stream has sent were added."""
@@ -76,9 +77,9 @@ class SampledAnswer:
         end = end_at_stop(self.tokens, self._form.stop, self._chat.tokenizer)
         if end is not None:
             del self.tokens[end.length :], self.logprobs[end.length :]
-        self._stopped = end is not None
-        self.finished = finished or self._stopped
-        return self._stopped
+        self.stopped_by = "" if end is None else end.stop
+        self.finished = finished or end is not None
+        return end is not None
 
     def take(self) -> Part | None:
         """Return the next part of a stream; None if there is nothing new.
@@ -114,7 +115,7 @@ class SampledAnswer:
         """Return why the complete answer ``shown`` has ended."""
         if shown.tool_calls:
             return End.CALLS
-        if self._stopped:
+        if self.stopped_by:
             return End.STOP_TEXT
         ended = bool(self.tokens) and self.tokens[-1] in self._chat.tokenizer.stop_tokens
         return End.MODEL if ended else End.LIMIT
@@ -126,4 +127,4 @@ class SampledAnswer:
 
 def answer_format(call: Call) -> AnswerFormat:
     """Return the format in which the agent gets the answers to a call."""
-    return AnswerFormat(call.stop, call.may_call)
+    return AnswerFormat(call.stop, call.may_call, "toolu" if call.wire == "messages" else "call")

@@ -86,7 +86,7 @@ class Reply:
                         taking.cancel()
                         watching.result()
                     if not taking.done() and (alive := self._writer.alive()):
-                        yield alive
+                        yield self._positioned(alive)
                 if (index := taking.result()) is None:
                     break
                 if events := self._writer.grew(index):

@@ -14,8 +14,11 @@ from msgspec import Struct
 from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
 from ...trajectories.episodes.requests import Turn
+from ...trajectories.types import Sampling
 from ..calls.call import Call, Policy
+from ..calls.constraint import Constraint
 from ..calls.errors import ApiError, wrong
+from .constrained import AskedChat, compile_problem, grammar_of, key_of
 from .turn_context import Context, chat_context, plain_context
 
 _MARK = 10**12
@@ -67,13 +70,30 @@ class Preparation:
         return work.parse(work.body, self._policy)
 
     def chat_of(self, call: Call) -> Chat:
-        """Return the format of a call's conversation, with its tools. Raises ApiError."""
+        """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""
         try:
-            return self._chat.with_tools(call.tools) if call.tools else self._chat
+            chat = self._chat.with_tools(call.tools) if call.tools else self._chat
+            asks = Constraint.decode(call.constraint)
+            return AskedChat(chat, asks, has_tools=bool(call.tools)) if call.constraint else chat
         except ToolsUnsupported as error:
             raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+    def masked(self, call: Call, chat: Chat) -> Call:
+        """Return a call with the mask of its constraint, if the job enforces constraints. Raises ApiError."""
+        if not call.constraint or self._policy.constraints != "enforce":
+            return call
+        constraint = Constraint.decode(call.constraint)
+        key = key_of(constraint, call.wire)
+        try:
+            grammar = grammar_of(constraint, call.tools if call.may_call else "", chat)
+        except ValueError as error:
+            raise wrong(key, f'{error}; with [roles.endpoint] constraints = "ask" such a call is served') from None
+        if problem := compile_problem(grammar):
+            raise wrong(key, f"it cannot be enforced: {problem}")
+        sampling = msgspec.structs.replace(call.sampling or Sampling(), constraint=grammar)
+        return msgspec.structs.replace(call, sampling=sampling)
 
     def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
         """Return the context of the answers to a call. Raises ApiError."""

@@ -44,6 +44,8 @@ class StopEnd(Struct, frozen=True):
     """Number of tokens up to and including the token that completes the stop text."""
     text: str
     """Text before the stop text."""
+    stop: str
+    """The stop text."""
 
 
 def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> StopEnd | None:
@@ -57,7 +59,8 @@ def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
         low, high = (middle, high) if found is None else (low, middle)
     text = tokenizer.decode(tokens[:high])
     first = _first_stop(text, stop)
-    return StopEnd(high, text[: cut if first is None else first])
+    begin = cut if first is None else first
+    return StopEnd(high, text[:begin], next((each for each in stop if text.startswith(each, begin)), stop[0]))
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:

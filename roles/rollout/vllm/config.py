@@ -82,6 +82,7 @@ def prepare(me: rrl.Worker, model: nn.Module | None, tokenizer: Tokenizer) -> Ca
             routed_experts=me.job.sampling.extras.get(ROUTED_EXPERTS),
             table=role.table,
             sleeps=me.launch.guest,
+            masks=me.job.endpoint is not None and me.job.endpoint.constraints == "enforce",
         )
     except InvalidEngineConfig as error:  # no end report: the node's driver may be missing
         exit_invalid_config(error)
@@ -134,6 +135,7 @@ def configure(
     routed_experts: ExtraSpec | None = None,
     table: str = "roles.rollout",
     sleeps: bool = False,
+    masks: bool = False,
 ) -> Any:
     """Return vLLM's own configuration (VllmConfig), checked by vLLM.
 
@@ -149,6 +151,7 @@ def configure(
         routed_experts: The extra of this name, if the job declares it.
         table: Name of the pool's table in job.toml, for errors.
         sleeps: Whether the engine must be able to free its memory; a CPU's vLLM cannot.
+        masks: Whether turns may have constraints, for which vLLM must have the folder's tokenizer.
 
     Raises:
         InvalidEngineConfig: An argument is invalid, vLLM cannot be imported, or the routing is not as declared.
@@ -175,6 +178,8 @@ def configure(
         "weight_transfer_config": WeightTransferConfig(backend="rrl"),
         "worker_extension_cls": "rrl.roles.rollout.vllm.weight_transfer.Extension",
     }
+    if masks:  # backend guidance is llguidance, whose grammars the endpoint writes
+        own |= {"skip_tokenizer_init": False, "structured_outputs_config": {"backend": "guidance"}}
     if routed_experts is not None:
         own["enable_return_routed_experts"] = True
     cpu = current_platform.is_cpu()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from ....config.vllm_arguments import ROUTED_EXPERTS
@@ -39,6 +39,8 @@ trajectories empty for longer."""
 WAKE_TOLERANCE = 0.05
 """Largest difference (nats) between the log-probabilities of a token before a sleep and after it. Kernels may differ in
 the last bits; wrong weights change it by whole nats."""
+_GRAMMAR_POLL_S = 0.002
+"""Seconds between two looks whether vLLM's threads have compiled a grammar."""
 _PROBE = "probe"
 _COMPLETION_REASONS = ("stop", "length")
 """Finish reasons of vLLM for a complete trajectory. Any other reason means that vLLM has aborted the trajectory."""
@@ -105,8 +107,19 @@ class VllmEngine:
             if remaining <= 0 or (generated and generated[-1] in self._stop_tokens):
                 self._finished.append(item.trajectory)
                 continue
-            self._running[item.trajectory] = _RunningTrajectory(item.trajectory, len(generated))
-            self._submit(str(item.trajectory), tokens, remaining, _overrides(item, len(generated)))
+            running, overrides = _RunningTrajectory(item.trajectory, len(generated)), _overrides(item, len(generated))
+            running.masked = "structured_outputs" in overrides
+            try:
+                self._submit(str(item.trajectory), tokens, remaining, overrides)
+            except Exception as error:  # vLLM has kinds of its own
+                if not running.masked:
+                    raise
+                _log.warning("a turn ends at once, because its constraint cannot be compiled: %.300s", error)
+                self._finished.append(item.trajectory)
+                continue
+            self._running[item.trajectory] = running
+            if running.masked and generated:
+                self._advance_mask(str(item.trajectory), generated)
 
     def _submit(self, name: str, tokens: list[int], max_new: int, overrides: dict[str, Any] | None = None) -> None:
         job = {"temperature": 0.0 if self._sampling.greedy else self._sampling.temperature}
@@ -120,6 +133,15 @@ class VllmEngine:
             routed_experts_prompt_start=len(tokens) - 1,  # that of the position from which a token is sampled
         )
         self._llm.add_request(name, tokens_input(tokens), params)
+
+    def _advance_mask(self, name: str, generated: list[int]) -> None:
+        """Tell the grammar of a request which tokens came before: vLLM has them in the prompt, and begins after it."""
+        (internal,) = self._llm.output_processor.external_req_ids[name]
+        request = self._llm.engine_core.engine_core.scheduler.requests[internal].structured_output_request
+        while not request.is_grammar_ready:
+            time.sleep(_GRAMMAR_POLL_S)
+        if not isinstance(request.grammar, Exception):
+            request.grammar.accept_tokens(internal, generated)
 
     def step(self) -> StepOutput:
         """Run one step of vLLM's scheduler, and return what is due (:meth:`..engine.Engine.step`).
@@ -193,9 +215,10 @@ class VllmEngine:
         return bytes(rows.tobytes())
 
     def _on_finished(self, trajectory: int, reason: str | None) -> None:
-        if reason not in _COMPLETION_REASONS:
+        running = self._running.pop(trajectory, None)
+        if reason not in _COMPLETION_REASONS and not (running and running.masked):  # a grammar may fail at any token
             raise RuntimeError(f"vLLM aborted trajectory {trajectory}: {reason}; this rollout ends and is restarted")
-        if (running := self._running.pop(trajectory, None)) is not None:
+        if running is not None:
             self._close_segment(running)
             self._finished.append(trajectory)
 
@@ -305,6 +328,8 @@ class _RunningTrajectory:
         self.trajectory, self.offset = trajectory, offset
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.masked = False
+        """True if a constraint masks its tokens."""
         self.routing = bytearray()
         """The extra of ``tokens``, if vLLM returns it."""
         self.steps = self.rows = 0
@@ -326,6 +351,8 @@ def _overrides(item: Item, position: int) -> dict[str, Any]:
     given = {} if item.sampling is None else {k: v for k, v in asdict(item.sampling).items() if v is not None}
     if "seed" in given:
         given["seed"] = seed_at(given["seed"], position)
+    if grammar := given.pop("constraint", None):
+        given["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
     return given
 
 

@@ -323,10 +323,11 @@ class Evaluations:
 
     def as_leased(self, item: Item, track: TrajectoryState) -> Item:
         """Return an item as a rollout receives it. A turn of an episode is sampled as the evaluation demands."""
-        turn = track.turn
-        if turn is None or not track.group.is_evaluated or item.sampling is not None or self._settings is None:
+        turn, asked = track.turn, item.sampling or Sampling()
+        is_foreign = asked != Sampling(constraint=asked.constraint)
+        if turn is None or not track.group.is_evaluated or is_foreign or self._settings is None:
             return item
-        return replace(item, sampling=self._sampling(turn.episode, turn.request))
+        return replace(item, sampling=replace(self._sampling(turn.episode, turn.request), constraint=asked.constraint))
 
     def _may_write(self, incarnation: Incarnation, number: int) -> bool:
         """Return whether an answer may be extended by an incarnation (:meth:`..leases.WorkQueue.may_write`)."""

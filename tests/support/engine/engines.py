@@ -67,7 +67,15 @@ def random_weights(spec: ModelSpec, seed: int) -> nn.Module:
     return made
 
 
-def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 16, **given: Any) -> Engine:
+def vllm_engine(
+    spec: ModelSpec,
+    folder: Path,
+    sampling: Sampling,
+    lease: int = 16,
+    stop_token: int = EOS,
+    masks: bool = False,
+    **given: Any,
+) -> Engine:
     """Return an engine as :mod:`rrl.roles.rollout.main` builds it, without weights.
 
     ``folder`` gets the config.json of a model that rrl builds.
@@ -83,10 +91,11 @@ def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 
         memory=MEMORY,
         gpus=0,
         given=given,
+        masks=masks,
     )
     from rrl.roles.rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(config, model, stop_tokens=frozenset({EOS}), sampling=sampling, lease=lease)
+    return VllmEngine(config, model, stop_tokens=frozenset({stop_token}), sampling=sampling, lease=lease)
 
 
 def load(engine: Engine, step: int, model: nn.Module) -> None:

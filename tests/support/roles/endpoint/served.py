@@ -19,6 +19,7 @@ from rrl.roles.models.conversation import ModelChat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
+from rrl.tests.support.roles.endpoint.tool_folders import END
 
 RUN = "guess-1"
 SECRET = bytes(range(32))
@@ -85,3 +86,22 @@ class Scene:
 
     def paths(self) -> Paths:
         return Paths(tuple(self.turns.turns.values()))
+
+
+class ToolScene(Scene):
+    """An endpoint of a model with tools."""
+
+    def says(self, *texts: str) -> None:
+        """Answer each new turn with the next of these texts, in tokens that differ from those of the encoded text."""
+        waiting = list(texts)
+
+        def sample(turn: Turn) -> None:
+            text = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+            encode = self.chat.tokenizer.encode
+            tokens = [token for piece in text.replace("12", "1|2").split("|") for token in encode(piece)]
+            self.turns.sample(turn.id, *tokens, *encode(END), finished=True)
+
+        self.policy = sample
+
+    def sampled(self, number: int) -> tuple[int, ...]:
+        return self.turns.turns[self.opened[number].id].sampled

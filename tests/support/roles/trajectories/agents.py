@@ -26,7 +26,7 @@ from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.steps.evaluations import EvaluationSettings
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Denied, Done, Prompt
+from rrl.roles.trajectories.types import Denied, Done, Prompt, Sampling
 from rrl.tests.support.roles.trajectories.crew import ALL, MAX_NEW, ROLLOUT, incarnation_of, lease, open_store, segment
 
 AGENTS, OTHER_AGENTS = incarnation_of("agents/0"), incarnation_of("agents/1")
@@ -70,12 +70,11 @@ def ask(
     offset: int = 0,
     max_new: int = 4,
     who: Incarnation = AGENTS,
+    sampling: Sampling | None = None,
 ) -> int:
     """Open a turn and return its number."""
-    opened = answer(
-        store,
-        OpenTurn(who, item.episode, item.attempt, request, parent, offset, tuple(given), max_new, f"hash {request}"),
-    )
+    prompt = (request, parent, offset, tuple(given), max_new, f"hash {request}")
+    opened = answer(store, OpenTurn(who, item.episode, item.attempt, *prompt, sampling=sampling))
     assert isinstance(opened, TurnOpened), opened
     return opened.turn
 

@@ -1026,6 +1026,23 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "{content}" }\n[roles.endpoint]\nreplicas = 0\n',
+        "job.toml:13: roles.endpoint.replicas: 0 leaves no endpoint for agents; write 1 or more, or set [roles.agents]",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
+        "[roles.endpoint]\nreplicas = 0\nport = 80\n",
+        "job.toml:16: roles.endpoint.port: has no effect with replicas = 0; remove this key, or write replicas = 1",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
+        'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
+        '[roles.endpoint]\nreplicas = 0\nconstraints = "enforce"\n[rollouts.more]\nengine = "vllm"\n',
+        "job.toml:16: roles.endpoint.constraints: vLLM needs the tokenizer of [model] path to enforce; set path, or ask",
+    ),
+    (
+        'pieces = "0123456789+= "\n',
         'pieces = "01"\nchat = { user = "hello" }\n',
         "job.toml:11:"
         " model.tokenizer.chat: the template of 'user' is 'hello'; it must contain {content} once, for example \"{content}=\"",

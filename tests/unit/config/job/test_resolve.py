@@ -172,3 +172,13 @@ def test_endpoint_is_a_role_with_the_written_settings_and_the_defaults() -> None
     assert made.agents is None
     role = made.role("endpoint")
     assert (role.replicas, role.min_replicas, role.argv) == (2, 1, ("python", "-P", "-m", "rrl.roles.endpoint.main"))
+
+
+def test_an_endpoint_without_replicas_is_settings_of_the_agents_and_no_role() -> None:
+    pieces = 'pieces = "0123456789+= "'
+    job = JOB.replace(pieces, f'{pieces}\nchat = {{ user = "{{content}}=" }}')
+    table = '[roles.agents]\nfunction = "m:f"\n[roles.endpoint]\nreplicas = 0\nforeign = "context"\n'
+    made = resolve(Job.model_validate(tomllib.loads(job + table)), "python")
+    assert made.endpoint is not None
+    assert made.endpoint.foreign == "context"
+    assert [role.kind for role in made.roles if role.kind in ("agents", "endpoint")] == ["agents"]

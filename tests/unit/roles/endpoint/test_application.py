@@ -233,7 +233,7 @@ def test_call_of_an_ended_attempt_is_broken_off_and_its_repetition_is_refused(
         ("tools", [{"type": "function"}]),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("logit_bias", {"1": 5}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", "json"),
         ("top_logprobs", 3),
         ("min_p", 0.1),
         ("guided_json", {}),
@@ -264,7 +264,7 @@ def test_parameters_with_no_effect_are_accepted(scene: Scene) -> None:
 def test_text_that_cannot_be_encoded_and_unknown_roles_are_refused(scene: Scene) -> None:
     for message, problem in (
         ({"role": "user", "content": "hello"}, "pieces"),
-        ({"role": "system", "content": "1"}, "role"),
+        ({"role": "critic", "content": "1"}, "role"),
     ):
         with pytest.raises(openai.BadRequestError, match=problem):
             create(scene, [message])
@@ -300,7 +300,7 @@ def test_completions_take_text_or_tokens(scene: Scene) -> None:
 def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(scene: Scene) -> None:
     assert [model.id for model in scene.client().models.list()] == ["policy"]
     with pytest.raises(openai.NotFoundError, match="this server answers POST /v1/chat/completions"):
-        scene.client().responses.create(model="any", input="hi")
+        scene.client().embeddings.create(model="any", input="hi")
 
 
 def test_garbage_and_oversized_bodies_get_an_error_and_the_server_continues(

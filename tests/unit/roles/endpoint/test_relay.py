@@ -166,6 +166,22 @@ def test_an_event_whose_position_was_lost_is_not_sent_twice(scene: Scene) -> Non
     assert texts(scene.create(stream=True)) == ["1", "2"]
 
 
+def test_the_end_of_a_response_that_was_lost_in_part_is_sent_once(scene: Scene) -> None:
+    def named(kind: str, number: int, position: str = "") -> bytes:
+        content = {"type": f"response.{kind}", "sequence_number": number, "response": {"id": "resp_1", "output": []}}
+        sent = f": rrl 1 {position}\n\n".encode() if position else b""
+        return f"event: response.{kind}\ndata: {json.dumps(content)}\n\n".encode() + sent
+
+    begun = named("created", 0, "0:1")
+    rest = (named("output_item.added", 1), named("output_item.done", 2))
+    lost, end = breaks(begun, *rest, media_type="text/event-stream"), named("completed", 3)
+    replica = scene.serves(lost, streams(named("in_progress", 1, "2.:2"), *rest), streams(*rest, end))
+    stream = scene.client(max_retries=0).responses.create(model="m", input="7", stream=True)
+    kinds = [event.type.removeprefix("response.") for event in stream]
+    assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    assert [headers_of(replica, number).get("x-rrl-sent") for number in range(3)] == [None, "0:1", "2.:2"]
+
+
 def test_stream_without_its_last_event_is_requested_again(scene: Scene) -> None:
     replica = scene.serves(streams(event("1", 1, "1")), streams(event("2", 1, "2"), DONE))
     assert texts(scene.create(stream=True)) == ["1", "2"]

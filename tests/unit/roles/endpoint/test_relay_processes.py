@@ -138,7 +138,8 @@ async def dies_and_returns(made: Site) -> None:
     assert made.address != before
 
 
-def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) -> None:
+@pytest.mark.parametrize("form", ["chat", "responses"])
+def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path, form: str) -> None:
     async def play() -> None:
         async with site(runs) as made:
             tokens: list[int] = []
@@ -154,13 +155,22 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path) 
                     tokens.extend(chunk.choices[0].token_ids or [])
                     text += chunk.choices[0].delta.content or ""
 
-            reading = asyncio.create_task(read())
+            async def read_response() -> None:
+                nonlocal text
+                async with made.agent.responses.stream(model="m", input="7") as stream:
+                    async for event in stream:
+                        text += event.delta if event.type == "response.output_text.delta" else ""
+                    response = await stream.get_final_response()
+                assert (response.output_text, response.id) == (text, f"resp_{made.turn:x}")
+                tokens.extend([*DIGITS, EOS][: response.usage.output_tokens])
+
+            reading = asyncio.create_task(read() if form == "chat" else read_response())
             await made.leased()
             await made.sample(*DIGITS[:2])
             await made.sample(DIGITS[2])
-            await eventually(lambda: len(tokens) == 3)
+            await eventually(lambda: text == "012")
             await dies_and_returns(made)
-            await eventually(lambda: len(tokens) == 5)
+            await eventually(lambda: text == "01234")
             await made.sample(*DIGITS[5:], EOS, finished=True)
             await reading
             assert tokens == [*DIGITS, EOS]

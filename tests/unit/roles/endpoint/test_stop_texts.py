@@ -90,8 +90,6 @@ def test_foreign_call_uses_its_own_sampling_settings_if_the_job_allows_it(scene:
         ("seed", 2**64),
         ("min_p", 2),
         ("logit_bias", {"1": 5}),
-        ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
         ("guided_json", {}),
         ("presence_penalty", True),
     ],

@@ -36,6 +36,16 @@ FIRST_SYSTEM_TEMPLATE = PLAIN_TEMPLATE.replace(
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 CALL = '<tool_call>\n{"name": "Add", "arguments": {"a": 12}}\n</tool_call>'
 
+FIRST_TOOLS_TEMPLATE = TOOLS_TEMPLATE.replace("(message.role == 'system' and not loop.first)", "false")
+HOISTING_TEMPLATE = """\
+{%- for message in messages if message.role == 'system' %}
+    {{- '<|im_start|>system\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+""" + PLAIN_TEMPLATE.replace("in messages", "in messages if message.role != 'system'")
+REFUSING_TEMPLATE = PLAIN_TEMPLATE.replace(
+    "    {{- '<|im", "    {%- if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{- '<|im", 1
+)
+
 
 def message(role: str, content: Any, **more: Any) -> Any:
     return {"role": role, "content": content, **more}
@@ -120,13 +130,49 @@ def test_message_that_the_template_drops_is_refused_by_its_place(opened: Open) -
 
 
 def test_message_that_the_template_drops_only_at_its_place_is_refused(opened: Open) -> None:
-    scene = opened(FIRST_SYSTEM_TEMPLATE)
-    scene.prompt(message("system", "a"), HELLO)
-    assert scene.dropped(message("system", "a"), HELLO, message("system", "b")) == "messages[2]"
-    assert scene.dropped(message("system", "a"), HELLO, message("developer", "b")) == "messages[2]"
     latest = opened(LATEST_TEMPLATE)
     latest.prompt(HELLO, HELLO)
     assert latest.dropped(HELLO, HELLO, HELLO) == "messages[0]"
+
+
+@pytest.mark.parametrize(
+    ("template", "later"),
+    [
+        (TOOLS_TEMPLATE, "<|im_start|>user\nhello<|im_end|>\n<|im_start|>system\nNow.<|im_end|>\n"),
+        (FIRST_SYSTEM_TEMPLATE, "<|im_start|>user\nhello\n\nNow.<|im_end|>\n"),
+        (HOISTING_TEMPLATE, "<|im_start|>user\nhello\n\nNow.<|im_end|>\n"),
+    ],
+)
+def test_later_system_message_stays_at_its_place_or_joins_its_neighbour(
+    opened: Open, template: str, later: str
+) -> None:
+    scene = opened(template)
+    for role in ("system", "developer"):
+        prompt = scene.prompt(message("system", "Be kind."), HELLO, message(role, "Now."))
+        assert prompt == f"<|im_start|>system\nBe kind.<|im_end|>\n{later}<|im_start|>assistant\n"
+
+
+def test_first_user_message_takes_the_system_text_of_a_template_without_system(opened: Open) -> None:
+    scene = opened(REFUSING_TEMPLATE)
+    prompt = scene.prompt(message("system", "Be kind."), message("developer", "Be brief."), HELLO)
+    assert prompt == "<|im_start|>user\nBe kind.\n\nBe brief.\n\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, FIRST_TOOLS_TEMPLATE])
+def test_system_messages_within_a_conversation_keep_what_was_sampled(opened: Open, template: str) -> None:
+    scene = opened(template)
+    scene.answers(CALL, "fine")
+    messages = [message("system", "Be kind."), HELLO]
+    call = scene.create(messages, tools=[TOOL]).choices[0].message
+    messages += [call, message("tool", "12", tool_call_id=call.tool_calls[0].id), message("system", "Hurry.")]
+    messages += [scene.create(messages, tools=[TOOL]).choices[0].message, message("system", "Rest."), HELLO]
+    scene.create(messages, tools=[TOOL])
+    first, second, third = scene.opened
+    assert (second.parent, third.parent) == (first.id, second.id)
+    paths = scene.paths()
+    assert (second.offset, third.offset) == (len(paths.path(first.id)), len(paths.path(second.id)))
+    text = scene.chat.tokenizer.decode(paths.context(second.id)[second.offset :])
+    assert text.count("user") == 1, "a system's message begins no turn of the user"
 
 
 def test_messages_without_content_and_answers_with_tool_calls_may_be_dropped(opened: Open) -> None:

@@ -12,34 +12,14 @@ import pytest
 
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.models.chat import open_chat
-from rrl.roles.trajectories.episodes.requests import Turn
-from rrl.tests.support.roles.endpoint.served import Scene
-from rrl.tests.support.roles.endpoint.tool_folders import END, make
+from rrl.tests.support.roles.endpoint.served import Scene, ToolScene
+from rrl.tests.support.roles.endpoint.tool_folders import make
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 ]
 ASKED: list[Any] = [{"role": "user", "content": "what is 12?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": [1]}}\n</tool_call>'
-
-
-class ToolScene(Scene):
-    """An endpoint of a model with tools."""
-
-    def says(self, *texts: str) -> None:
-        """Answer each new turn with the next of these texts, in tokens that differ from those of the encoded text."""
-        waiting = list(texts)
-
-        def sample(turn: Turn) -> None:
-            text = waiting.pop(0) if len(waiting) > 1 else waiting[0]
-            encode = self.chat.tokenizer.encode
-            tokens = [token for piece in text.replace("12", "1|2").split("|") for token in encode(piece)]
-            self.turns.sample(turn.id, *tokens, *encode(END), finished=True)
-
-        self.policy = sample
-
-    def sampled(self, number: int) -> tuple[int, ...]:
-        return self.turns.turns[self.opened[number].id].sampled
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ def test_text_around_an_answer_in_its_template_surrounds_the_sampled_tokens() ->
 
 
 def test_role_without_a_template_is_refused_with_the_roles_that_have_one() -> None:
-    with pytest.raises(UnknownRole, match="no piece for role 'system'; it has assistant, user"):
-        chat({"user": "{content}"}).prompt([Message("system", "1")])
+    with pytest.raises(UnknownRole, match="no piece for role 'critic'; it has assistant, user"):
+        chat({"user": "{content}"}).prompt([Message("critic", "1")])
 
 
 def test_template_that_cannot_be_encoded_or_is_missing_is_a_mistake_of_the_job() -> None:

@@ -171,6 +171,20 @@ def test_greedy_turns_have_no_seed(tmp_path: Path) -> None:
     assert [one.sampling for one in lease(store, weights=0)] == [Sampling(temperature=0.0)]
 
 
+def test_only_what_an_agent_asks_for_differs_from_the_evaluation(tmp_path: Path) -> None:
+    store = open_own(tmp_path, **evaluated("own", 1, 0.0))
+    publish(store, 0)
+    item = episodes(store, 1)[0]
+    asked = (Sampling(), Sampling(constraint="start: /a/"), Sampling(temperature=0.7, constraint="start: /a/"))
+    numbers = [ask(store, item, str(place), sampling=each) for place, each in enumerate(asked)]
+    leased = {one.trajectory: one.sampling for one in lease(store, weights=0)}
+    assert [leased[number] for number in numbers] == [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, constraint="start: /a/"),
+        asked[2],
+    ]
+
+
 def test_task_scores_an_episode_without_a_reward_as_an_evaluated_one(own: Store) -> None:
     publish(own, 0)
     items = play_all(own, 0, None)
