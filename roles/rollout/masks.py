@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.tokenizer import Tokenizer
+from ..models.hf_tokenizer import FolderTokenizer
 
 _log = logging.getLogger("rrl.rollout")
 
@@ -48,20 +48,22 @@ class Masks:
     """Makes the masks of turns.
 
     Args:
-        tokenizer: The tokenizer of the model.
+        tokenizer: The tokenizer of the model's folder.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
         self._opened: Any = None
         """llguidance's tokenizer; it takes up to a second to open, so only the first constrained turn opens it."""
 
     def begin(self, grammar: str, sampled: Sequence[int]) -> Mask | None:
         """Return the mask after the tokens that were sampled already; None if the grammar cannot be compiled."""
+        tokenizer = self._tokenizer
         try:
             import llguidance
 
-            self._opened = self._opened or _open(self._tokenizer)
+            ends = sorted(tokenizer.stop_tokens)
+            self._opened = self._opened or llguidance.LLTokenizer(tokenizer.document, tokenizer.size, eos_token=ends)
         except (ImportError, ValueError) as error:
             _log.warning("turns with a constraint end at once, because llguidance cannot be used: %s", error)
             return None
@@ -69,34 +71,7 @@ class Masks:
         if matcher.is_error():
             _log.warning("a turn ends at once, because its constraint cannot be compiled: %.300s", matcher.get_error())
             return None
-        mask = Mask(matcher, self._tokenizer.stop_tokens)
+        mask = Mask(matcher, tokenizer.stop_tokens)
         for token in sampled:
             mask.take(token)
         return mask
-
-
-def _open(tokenizer: Tokenizer) -> Any:
-    """Return llguidance's form of a tokenizer."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    ends = sorted(tokenizer.stop_tokens)
-    document = getattr(tokenizer, "document", None)
-    if document is not None:  # of a Hugging Face folder
-        return LLTokenizer(document, n_vocab=tokenizer.size, eos_token=ends)
-    return LLTokenizer(TokenizerWrapper(_Pieces(tokenizer)), eos_token=ends)
-
-
-class _Pieces:
-    """A tokenizer in which each token has a text of its own, as llguidance wraps it."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        texts = [tokenizer.decode([token]) for token in range(tokenizer.size)]
-        self.special_token_ids = [token for token, text in enumerate(texts) if not text]
-        self.tokens = [text.encode() or b"\xff<%d>" % token for token, text in enumerate(texts)]
-        self.eos_token_id = tokenizer.eos
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text))

@@ -20,6 +20,7 @@ import rrl
 
 from ...core.types import Incarnation, Version
 from ..launcher.end_report import Diverged
+from ..models.hf_tokenizer import FolderTokenizer
 from ..models.policy import load_weights, log_probs, materialise
 from ..models.tensors import assigned_device
 from ..models.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[
             seed=seed,
             sampling=sampling,
             lease=me.rollout.lease,
-            masks=Masks(tokenizer),
+            masks=Masks(tokenizer) if isinstance(tokenizer, FolderTokenizer) else None,
         )
 
     return build

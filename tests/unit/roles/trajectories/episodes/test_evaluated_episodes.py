@@ -171,7 +171,7 @@ def test_greedy_turns_have_no_seed(tmp_path: Path) -> None:
     assert [one.sampling for one in lease(store, weights=0)] == [Sampling(temperature=0.0)]
 
 
-def test_only_what_an_agent_asks_for_differs_from_the_evaluation(tmp_path: Path) -> None:
+def test_only_what_an_agent_has_requested_differs_from_the_evaluation(tmp_path: Path) -> None:
     store = open_own(tmp_path, **evaluated("own", 1, 0.0))
     publish(store, 0)
     item = episodes(store, 1)[0]
