@@ -263,7 +263,7 @@ class ScriptedRun:
             drift = int(self.store.audit().episodes.get("token_drift", 0))
         return Played(reward, error, turns, samples, dict(self.rollout.sampled), drift)
 
-    async def _attempt(self, agent: Awaitable[float | None], kill_at: int | None) -> tuple[float | None, str]:
+    async def _attempt(self, agent: Awaitable[Any], kill_at: int | None) -> tuple[float | None, str]:
         """Return the reward, and why the attempt failed."""
         attempt = asyncio.ensure_future(agent)
         try:

@@ -56,6 +56,8 @@ class DecodedSample(Struct, frozen=True):
     """Training steps of the weights that sampled tokens of the sample."""
     turns: tuple[Turn, ...]
     """The prompt and the answer or, with agents, the whole conversation: given and sampled tokens in turn."""
+    agent: str = ""
+    """The agent whose tokens the sample trains, with its reward, in a group with rewards by name."""
 
     @property
     def prompt(self) -> str:
@@ -96,6 +98,7 @@ def _decoded(sample: Sample, step: int, decode: Decode | None) -> DecodedSample:
         step - 1 - min(trained_steps, default=step - 1),
         tuple(sorted(set(steps))),
         tuple(turns),
+        sample.agent,
     )
 
 

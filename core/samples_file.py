@@ -61,6 +61,8 @@ class Sample(Struct, frozen=True, array_like=True):
     """All tokens from the beginning of the prompt on, as int32 in the byte order of the store's machine."""
     runs: tuple[SampleRun, ...]
     """The runs of ``tokens``, in order."""
+    agent: str = ""
+    """The agent whose tokens the sample trains, with its reward, in a group with rewards by name."""
 
 
 class StepSamples(Struct, frozen=True, array_like=True):

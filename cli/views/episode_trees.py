@@ -46,6 +46,8 @@ class TurnNode(Struct, frozen=True):
     """Steps of the weights that sampled the turn, in order."""
     trained: int | None
     """Number of sampled tokens that are trained; None while the episode is not finished."""
+    agent: str
+    """Name of the agent: the ``model`` of its call."""
 
 
 class Episode(Struct, frozen=True):
@@ -68,6 +70,9 @@ class Episode(Struct, frozen=True):
     step: int | None
     """Training step that the episode's group is bound to; None while the group is not bound."""
     reward: float | None
+    """With rewards by name, their mean."""
+    rewards: dict[str, float]
+    """Rewards by the names of agents; empty if all agents have the same reward."""
     branches: int
     """Number of paths that are not the beginning of another path: the samples of a finished episode."""
     given: int
@@ -101,6 +106,7 @@ def _episode(state: State, group: Group, track: TrajectoryState, episode: Episod
         outside=episode.request is not None,
         step=group.bound,
         reward=None if track.score is None else track.score.reward,
+        rewards={} if track.score is None else track.score.agents,
         branches=len(_leaves(track, episode)),
         given=sum(turn.given for turn in turns),
         sampled=sum(turn.sampled for turn in turns),
@@ -143,6 +149,7 @@ def _turn(
         recorded=turn.id in episode.recorded,
         versions=_versions([turn]),
         trained=None if trained is None else trained[turn.id],
+        agent=created.agent,
     )
 
 
@@ -162,7 +169,7 @@ def _trained(track: TrajectoryState, episode: EpisodeState) -> Counter[int]:
     for leaf in leaves(track):
         for turn, own in ancestry(leaf, episode.turns):
             assert turn.turn is not None
-            if is_foreign(turn):
+            if is_foreign(turn) or (episode.agents and turn.turn.agent not in episode.agents):
                 continue
             trained[turn.id] = max(trained[turn.id], own - given_length(turn.turn))
     return trained

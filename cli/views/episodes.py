@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from ...core.text import on_one_line
 from .episode_trees import Episode, TurnNode
 from .formatting import number, plain_table
 
@@ -45,11 +46,13 @@ def episode_view(episode: Episode) -> RenderableType:
     title.append(f"   item {episode.item}, group {episode.group}", "none")
     title.append(f"   {_attempt(episode)}", "none")
     if episode.reward is not None:
-        title.append(f"   reward {number(episode.reward)}", "none")
+        named = ", ".join(f"{name} {number(reward)}" for name, reward in episode.rewards.items())
+        title.append(f"   reward {number(episode.reward)}{f' ({named})' if named else ''}", "none")
     tree = Tree(title, guide_style=_GUIDE)
     branches: dict[int | None, Tree] = {None: tree}
+    several = len({turn.agent for turn in episode.turns}) > 1
     for turn in episode.turns:  # a parent's number is smaller than its children's
-        branches[turn.number] = branches[turn.parent].add(_turn(turn))
+        branches[turn.number] = branches[turn.parent].add(_turn(turn, named=several))
     if not episode.turns:
         tree.add(Text("no turn yet", _GUIDE))
     total = f"{episode.given} tokens given, {episode.sampled} sampled"
@@ -78,8 +81,8 @@ def _attempt(episode: Episode) -> str:
     return f"attempt {episode.attempt}{by}{failed}"
 
 
-def _turn(turn: TurnNode) -> Text:
-    text = Text(f"turn {turn.number}", "cyan")
+def _turn(turn: TurnNode, *, named: bool) -> Text:
+    text = Text(f"turn {turn.number}{f' of {on_one_line(turn.agent)}' if named else ''}", "cyan")
     if turn.parent is not None and turn.offset < turn.parent_length:
         branch = f"  branches off turn {turn.parent} after {turn.offset} of its {turn.parent_length} tokens"
         text.append(branch, "yellow")

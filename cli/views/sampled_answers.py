@@ -50,6 +50,7 @@ def scores_of(sample: DecodedSample) -> list[tuple[str, str]]:
         ("trajectory", str(sample.trajectory)),
         ("group", str(sample.group)),
         ("item", f"{sample.item} of {sample.source}" if sample.source else str(sample.item)),
+        ("agent", escaped_lines(sample.agent)),
         ("reward", number(sample.reward) + (f" ({parts})" if parts else "")),
         ("trained", number(sample.training_reward) if sample.training_reward != sample.reward else ""),
         ("advantage", f"{sample.advantage:+.2f}" if sample.advantage is not None else ""),

@@ -191,6 +191,9 @@ def _agent_program(agents: AgentsRole) -> None:
         raise mistake((*at, "command"), "an agent is a function or a command; remove this key, or remove function")
     if agents.function is not None and "per" in agents.model_fields_set:
         raise mistake((*at, "per"), "has no effect without command; remove this key, or set command")
+    if agents.failed_reward is not None and agents.per == "replica":
+        problem = 'has no effect with per = "replica"; remove this key, and let the program finish such an episode'
+        raise mistake((*at, "failed_reward"), problem)
 
 
 def _endpoint(job: Job) -> None:

@@ -1,7 +1,8 @@
 """The concurrent attempts of a process at episodes. Each attempt runs the user's agent once.
 
 An attempt ends with the reward that the agent returns. It fails by an exception, by the timeout, or by a result that is
-not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored.
+not a reward. A failed attempt says nothing about the model, so it is reported with its reason and never scored, unless
+the job gives a reward to attempts that the agent's own code ended.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ...core.run_spec import AgentsSettings
 from ...core.text import shortened
 from ...core.units import duration_text
 from ..launcher.end_report import as_exception, described
-from ..models.rewards import finite_number
-from ..trajectories.client import AskStore, FencedAttempt
+from ..models.rewards import REWARD, Reward, finite_reward
+from ..trajectories.client import AskStore, FencedAttempt, NoAnswer, WrongArgument
 from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 from .user_function import Agent
 from .user_program import ProgramFailed
@@ -123,18 +124,22 @@ class Attempts:
         try:
             try:
                 reward = await self._run(item)
+                later = reward is None and self._context.settings.reward_timeout is not None
+                try:
+                    await self._ask(FinishEpisode, item.episode, item.attempt, reward, later)
+                except WrongArgument as error:
+                    raise _Failure(str(error), fault=error) from None
             except _Failure as failure:
-                # If the store has ended the attempt, its failure is a consequence, and the next line raises.
-                await self._ask(FailAttempt, item.episode, item.attempt, str(failure))
+                # If the store has ended the attempt, its failure is a consequence, and the next lines raise.
+                if not await self._score_failed(failure, item):
+                    await self._ask(FailAttempt, item.episode, item.attempt, str(failure))
                 self._report(failure, item)
             else:
                 self._faults.append(False)
-                later = reward is None and self._context.settings.reward_timeout is not None
-                await self._ask(FinishEpisode, item.episode, item.attempt, reward, later)
         except FencedAttempt as error:
             _log.info("episode %d: %s", item.episode, error)
 
-    async def _run(self, item: EpisodeItem) -> float | None:
+    async def _run(self, item: EpisodeItem) -> Reward | None:
         """Run the agent, and return the reward. Raises _Failure with the reason if the attempt fails."""
         context = self._context
         limit = asyncio.timeout(context.settings.timeout)
@@ -156,12 +161,24 @@ class Attempts:
             raise _Failure(why, error, None if environmental else error) from None
         return self._reward(returned)
 
-    def _reward(self, returned: Any) -> float | None:
+    async def _score_failed(self, failure: _Failure, item: EpisodeItem) -> bool:
+        """Give the job's reward to an attempt that the agent's own code ended; return False if it gets none."""
+        reward = self._context.settings.failed_reward
+        if reward is None or failure.error is None or failure.fault is None:
+            return False
+        try:
+            await self._ask(FinishEpisode, item.episode, item.attempt, reward, failed=True)
+        except NoAnswer:
+            return False
+        failure.fault = None  # the model may have caused it
+        return True
+
+    def _reward(self, returned: Any) -> Reward | None:
         if returned is None:
             return None
-        if (reward := finite_number(returned)) is not None:
+        if (reward := finite_reward(returned)) is not None:
             return reward
-        problem = f"the agent returned {shortened(returned)}; return the reward, a finite number, or None"
+        problem = f"the agent returned {shortened(returned)}; return the reward, {REWARD}, or None"
         raise _Failure(problem, fault=ValueError(problem))
 
     def _report(self, failure: _Failure, item: EpisodeItem) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from ..models.tasks import TaskError, import_function
 
 Agent = Callable[[str, str, str], Awaitable[Any]]
-"""Runs one episode. Takes the text of the task's item, a base URL and an API key, and returns the reward or None."""
+"""Runs one episode. Takes the text of the task's item, a base URL and an API key, and returns the reward, rewards by
+name, or None."""
 _TABLE = "roles.agents"
 _SIGNATURE = "async def run(item, base_url, api_key)"
 

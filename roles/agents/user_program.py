@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ...core.text import on_one_line
 from .user_function import Agent
@@ -39,7 +39,7 @@ wire_api = "responses"
 """
 """Settings of Codex, which ignores ``OPENAI_BASE_URL``. It knows no model of this name; for a model that it knows, it
 would offer another tool instead of a shell."""
-_TAIL_BYTES = 4096
+_TAIL_BYTES = 2**15
 """Number of bytes kept from the end of each output. The last line of stdout is the reward, and the last line of stderr
 is the reason of a failure."""
 _LAST_READS = 16
@@ -80,8 +80,8 @@ def program_environment(base_url: str, api_key: str, codex_home: Path) -> dict[s
 def program_agent(command: Sequence[str], folder: Path, codex_home: Callable[[str], Path]) -> Agent:
     """Return an agent that starts a command for each attempt, and kills the command's process group after the attempt.
 
-    The agent returns the last line of stdout as a number, or None if that line is not a number. It raises
-    :class:`ProgramFailed` for an exit code other than 0.
+    The agent returns the last line of stdout, a number or a JSON object of rewards by name, or None if that line is
+    neither. It raises :class:`ProgramFailed` for an exit code other than 0.
 
     Args:
         command: The program and its arguments.
@@ -90,7 +90,7 @@ def program_agent(command: Sequence[str], folder: Path, codex_home: Callable[[st
             its path into a conversation, so every attempt at an episode must have the same one to be replayed.
     """
 
-    async def run(item: str, base_url: str, api_key: str) -> float | None:
+    async def run(item: str, base_url: str, api_key: str) -> Any:
         home = codex_home(api_key)
         await asyncio.to_thread(_make_codex_home, home, base_url)
         try:
@@ -98,7 +98,7 @@ def program_agent(command: Sequence[str], folder: Path, codex_home: Callable[[st
         finally:
             shutil.rmtree(home, ignore_errors=True)
 
-    async def _run(item: str, environment: dict[str, str]) -> float | None:
+    async def _run(item: str, environment: dict[str, str]) -> Any:
         process = _start(command, folder, environment | {ITEM_ENV: item})
         assert process.stdout is not None
         assert process.stderr is not None
@@ -111,12 +111,12 @@ def program_agent(command: Sequence[str], folder: Path, codex_home: Callable[[st
             try:
                 await _ended(process.pid)
             finally:
-                printed, reason, code = output.close(), errors.close(), process.poll()
+                printed, reason, code = output.close(), errors.close()[:_MAX_REASON_CHARS], process.poll()
         if code:
             how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
             why = f"{command[0]} ended with {how}{': ' if reason else ''}{reason}"
             raise ProgramFailed(why, environmental=code < 0 or code == TEMPORARY_FAILURE)
-        return _number(printed)
+        return _result(printed)
 
     return run
 
@@ -163,7 +163,7 @@ class _Tail:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
         lines = [line for line in self._content.decode(errors="replace").splitlines() if line.strip()]
-        return on_one_line(lines[-1]).strip()[:_MAX_REASON_CHARS] if lines else ""
+        return on_one_line(lines[-1]).strip() if lines else ""
 
     def _read(self) -> bool:
         """Read what the pipe contains, and return whether there may be more."""
@@ -195,8 +195,8 @@ async def _ended(pid: int) -> None:
         os.close(descriptor)
 
 
-def _number(line: str) -> float | None:
+def _result(line: str) -> Any:
     try:
-        return float(line)
-    except ValueError:
+        return json.loads(line) if line.startswith("{") else float(line)
+    except (ValueError, RecursionError):
         return None

@@ -1,9 +1,10 @@
 """The HTTP application. It serves each API of :data:`.forms.FORMS` and a list of models from turns in the store.
 
 A call opens one turn for each answer, and follows the turn until the turn's last token is durable. A client repeats a
-call if its connection broke or the server was restarted. The repeated call continues the same turns, because the store
-has everything that this process knows. In an attempt that replays an earlier attempt, a call takes over the turns that
-were recorded for the same call. A call waits for tokens for as long as the store or the rollouts are unavailable.
+call if its connection broke or the server was restarted. Not every client says so, so any call of the same meaning
+continues the newest turns whose answers were not delivered. Only if all were delivered does it open further turns: the
+agent wants several answers. In an attempt that replays an earlier attempt, a call takes over the turns that were
+recorded for the same call. A call waits for tokens for as long as the store or the rollouts are unavailable.
 During this time the agent gets white space before the JSON, or comments in a stream, so that its read timeout does not
 expire.
 """
@@ -29,10 +30,10 @@ from ...config.model_folder import max_length
 from ...core.run_spec import EndpointSettings, RunSpec
 from ..models.conversation import Chat, ModelChat
 from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
-from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkUnused, OpenTurn, Turn
+from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkAnswer, OpenTurn, Turn
 from ..trajectories.types import A, Done, Kind, P
 from .calls.call import Call, Policy
-from .calls.errors import ApiError
+from .calls.errors import ApiError, wrong
 from .forms import FORMS
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
 from .key import EpisodeKey
@@ -54,8 +55,8 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
-_MAX_IGNORED = 64
-"""Maximum number of ignored keys and kinds of tools that are logged. Agents choose their names."""
+_MAX_NOTED = 500
+"""Maximum number of names of models, keys and kinds of tools that are logged. Agents choose them."""
 MODEL = "policy"
 """Name under which the model is listed; requests may use any name."""
 _ROOTS = ("/v1", "")
@@ -64,6 +65,8 @@ _RETRY_HEADER = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repetitions of a request."""
 _RELAY_HEADER = "x-rrl-relay"
 """Header that a relay sends; the relay then gets the position of a stream after each event."""
+_TRAIN_HEADER = "x-rrl-train"
+"""Header in which an agent says by 0 that an answer must not be trained."""
 _CALL_HEADER, _SENT_HEADER = "x-rrl-call", "x-rrl-sent"
 """Headers of a call that a relay repeats: the call's number, and the newest position that the relay received."""
 
@@ -109,7 +112,7 @@ class _Served(Struct):
 
     connections: int = 0
     delivered: bool = False
-    """True if a connection has got a token."""
+    """True if the whole answer was written to a connection."""
 
 
 class Endpoint:
@@ -121,6 +124,8 @@ class Endpoint:
         ask: Sends requests to the store.
         on_change: Called whenever ``waiting`` or ``answered`` changes.
         routes: Further routes.
+        outlived: True if attempts go on after the end of this process. The store must then know which answers were
+            delivered, and not only which were not.
     """
 
     def __init__(
@@ -130,9 +135,10 @@ class Endpoint:
         ask: AskStore,
         on_change: Callable[[], None] = lambda: None,
         routes: Sequence[Route] = (),
+        outlived: bool = False,
     ) -> None:
         self._run, self._chat, self._store = run, chat, ask
-        self._on_change = on_change
+        self._on_change, self._outlived = on_change, outlived
         policy = structs.replace(run.policy, max_length=run.max_length)
         self._preparation = Preparation(chat, policy)
         self._processes = PreparationProcesses(chat.model, policy)
@@ -144,12 +150,10 @@ class Endpoint:
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
-        self._overrode = False
-        """True once the log says that the job overrides what calls ask for."""
-        self._ignored: set[str] = set()
-        """What the log says of keys and tools that calls have in vain."""
-        self._reports: set[asyncio.Future[list[Done | BaseException]]] = set()
-        """Reports to the store that no call waits for."""
+        self._noted: set[str] = {MODEL}
+        """What the log says once: names of models, and what calls have in vain."""
+        self._reports: dict[asyncio.Future[list[Done | BaseException]], int] = {}
+        """Reports to the store about answers, each with its episode."""
         self.waiting = 0
         """Number of calls that wait for tokens."""
         self.answered = 0
@@ -185,7 +189,7 @@ class Endpoint:
         key = self._episode_key(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             work = Work(FORMS["messages"].parse, await read_body(request, self._max_body), None)
-            call = await self._parse("messages", work.body)
+            call = await self._parse(work)
             chat = await asyncio.to_thread(self._preparation.chat_of, call)
             episode = await self._known.read(key.episode, call.digest)
             context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
@@ -193,10 +197,10 @@ class Endpoint:
 
     async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
         key = self._episode_key(request)
-        repeated = _repeated(request)
+        repeated, untrained = _repeated(request), _is_untrained(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
-            call, opened = await self._open(key, wire, body, repeated)
+            call, opened = await self._open(key, Work(FORMS[wire].parse, body, None, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
             end = self._begin(key.episode, opened, reply)
@@ -219,12 +223,22 @@ class Endpoint:
             raise ApiError(403, message, "permission_error", "episode_key_needed")
         return key
 
-    async def _parse(self, wire: str, body: bytes) -> Call:
+    async def _parse(self, work: Work) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
-        work = Work(FORMS[wire].parse, body, None)
-        if len(body) <= INLINE_BYTES:
-            return self._preparation.parse(work)
-        return (await self._processes.prepare(work))[0]
+        small = len(work.body) <= INLINE_BYTES
+        call = self._preparation.parse(work) if small else (await self._processes.prepare(work))[0]
+        self._note(call.model, "agents call the model %r; every name means the model that is trained", call.model)
+        for key in call.overridden:
+            self._note(f"{key} =", "a call of %r asks for %s; it is sampled as the job says", call.model, key)
+        for key in call.ignored:
+            self._note(f"{key} ?", "a call of %r has %.100s, which is ignored, as in any call", call.model, key)
+        return call
+
+    def _note(self, what: str, text: str, *given: str) -> None:
+        """Log a text the first time that there is something to say about ``what``."""
+        if what not in self._noted and len(self._noted) < _MAX_NOTED:
+            self._noted.add(what)
+            _log.info(text, *given)
 
     async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
         """Find the context of a parsed call, where it was parsed."""
@@ -236,30 +250,26 @@ class Endpoint:
         return context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
+    async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
         """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
-        call = await self._parse(wire, body)
+        call = await self._parse(work)
         chat: Chat = self._chat
         if call.tools or call.constraint:
             chat = await asyncio.to_thread(self._preparation.chat_of, call)
             call = await asyncio.to_thread(self._preparation.masked, call, chat)
-        if call.overridden and not self._overrode:
-            self._overrode = True
-            _log.info("a call of %r asks for %s; it is sampled as the job says", call.model, ", ".join(call.overridden))
-        for name in call.ignored:
-            if name not in self._ignored and len(self._ignored) < _MAX_IGNORED:
-                self._ignored.add(name)
-                _log.info("a call of %r has %.100s, which is ignored, as in any call", call.model, name)
         digest = call.digest
+        if reports := [report for report, episode in self._reports.items() if episode == key.episode]:
+            await asyncio.wait(reports)
         episode = await self._known.read(key.episode, digest)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
         earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
-        number = self._joined(key, digest, earlier, repeated.number) if repeated.repeated else None
+        number = self._joined(key, digest, earlier, episode.undelivered, repeated)
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
             last = [turn for turn in earlier if _number(turn) == number - 1]
-            self._report_unused([turn.id for turn in last if (key.episode, turn.request) not in self._served], False)
+            ended = [turn.id for turn in last if (key.episode, turn.request) not in self._served]
+            self._report(key.episode, ended, delivered=True, repeated=True)
         if (known := _known_context(f"{digest}/{number}/", episode)) is not None:
             try:
                 return call, await self._open_turns(key, call, chat, number, known)
@@ -267,13 +277,13 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        context = await self._context(call, chat, Work(FORMS[wire].parse, body, _with_path(episode.turns)))
+        context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
         return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:
         """Open a turn for each answer to a call."""
         left = self._run.max_length - context.length
-        max_new = int(min(self._run.max_new, left, call.max_new or left))
+        max_new = int(min(self._run.max_new, left, left if call.max_new is None else max(1, call.max_new)))
         names = _names(call, number)
         opened = [
             await self._ask(
@@ -294,18 +304,23 @@ class Endpoint:
         ]
         return OpenedTurns(number, context.tokens, names, tuple(one.turn for one in opened), chat)
 
-    def _joined(self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], number: int | None) -> int | None:
-        """Return the number of the call that a repeated request continues; None if ``earlier`` is empty.
+    def _joined(
+        self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], undelivered: Sequence[int], repeated: _Repeated
+    ) -> int | None:
+        """Return the number of the call that a request continues; None if it is a new call.
 
-        ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the ``number``
-        that the client names. Without such a call, it continues the newest call that no connection waits for. If a
-        connection waits for each call, it continues the newest call.
+        ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the number that
+        the client names; without it, the newest call whose answers were not delivered, and for which no connection
+        waits. If there is none, a request that the client has repeated continues the newest call for which no
+        connection waits or, if a connection waits for each, the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
-        if number in numbers:
-            return number
+        if repeated.number in numbers:
+            return repeated.number
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
-        return next(iter(free or numbers), None)
+        delivered = {_number(turn) for turn in earlier if turn.id not in undelivered}
+        lost = [number for number in free if number not in delivered]
+        return next(iter([*lost, *free, *numbers] if repeated.repeated else lost), None)
 
     async def _grow(self, answer: SampledAnswer) -> AsyncIterator[None]:
         """Add the tokens of a turn to its answer as they become durable, and yield after each addition."""
@@ -379,18 +394,18 @@ class Endpoint:
                 each.delivered |= reply.delivered
                 if not each.connections:
                     del self._served[episode, name]
-                    if not each.delivered:
-                        self._report_unused([turn], True)
+                    if self._outlived or not each.delivered:
+                        self._report(episode, [turn], delivered=each.delivered)
 
         return end
 
-    def _report_unused(self, turns: Sequence[int], undelivered: bool) -> None:
-        """Report to the store that the agent has not used the answers of these turns."""
+    def _report(self, episode: int, turns: Sequence[int], *, delivered: bool, repeated: bool = False) -> None:
+        """Report to the store what the agent has done with the answers of these turns."""
         if turns and not self._closing:
-            reports = [self._ask(MarkUnused, turn, undelivered) for turn in turns]
+            reports = [self._ask(MarkAnswer, turn, delivered, repeated) for turn in turns]
             sent = asyncio.gather(*reports, return_exceptions=True)  # the attempt may be over, or the store gone
-            self._reports.add(sent)
-            sent.add_done_callback(self._reports.discard)
+            self._reports[sent] = episode
+            sent.add_done_callback(self._reports.pop)
 
 
 async def _alive(_: Request) -> Response:
@@ -441,6 +456,14 @@ def _names(call: Call, number: int) -> tuple[str, ...]:
 def _number(turn: Turn) -> int:
     """Return the number of the call that opened a turn, as counted among the calls of the same meaning."""
     return int(turn.request.split("/")[1])
+
+
+def _is_untrained(request: Request) -> bool:
+    """Return whether the agent says that the answer must not be trained. Raises ApiError."""
+    train = request.headers.get(_TRAIN_HEADER, "1")
+    if train not in ("0", "1"):
+        raise wrong(_TRAIN_HEADER, "must be 0 (the answer is never trained) or 1")
+    return train == "0"
 
 
 def _repeated(request: Request) -> _Repeated:

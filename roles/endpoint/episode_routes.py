@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...core.text import shortened
+from ..models.rewards import NAMED_REWARDS, Reward, finite_reward
 from ..trajectories.client import AskStore, FencedAttempt
 from ..trajectories.episodes.requests import FailAttempt, FinishEpisode, OpenEpisode, PostReward
 from .calls.errors import ApiError, wrong
@@ -110,18 +111,18 @@ class EpisodeRoutes(Struct, frozen=True):
         )
 
     async def _finish(self, request: Request) -> Response:
-        key, given = await self._read(request, {"reward", "later"})
-        later, reward = given.get("later", False), given.get("reward")
+        key, given = await self._read(request, {"reward", "rewards", "later"})
+        later, reward = given.get("later", False), _reward(given)
         if not isinstance(later, bool) or (later and reward is not None):
             raise wrong("later", "must be true or false; if it is true, the request must have no reward")
-        if reward is not None:
-            reward = _reward(reward)
         await self.ask(FinishEpisode, key.episode, key.attempt, reward, later)
         return JSONResponse({})
 
     async def _reward(self, request: Request) -> Response:
-        key, given = await self._read(request, {"reward"})
-        await self.ask(PostReward, key.episode, key.attempt, _reward(given.get("reward")))
+        key, given = await self._read(request, {"reward", "rewards"})
+        if (reward := _reward(given)) is None:
+            raise wrong("reward", "must be a finite number; or give rewards by the names of agents")
+        await self.ask(PostReward, key.episode, key.attempt, reward)
         return JSONResponse({})
 
     async def _fail(self, request: Request) -> Response:
@@ -159,8 +160,17 @@ async def _fields(request: Request, keys: set[str]) -> dict[str, Any]:
     return given
 
 
-def _reward(given: Any) -> float:
+def _reward(given: dict[str, Any]) -> Reward | None:
+    """Return the reward of a body, or its rewards by name; None if it has neither. Raises ApiError."""
+    number, named = given.get("reward"), given.get("rewards")
     try:
-        return msgspec.convert(given, float)
+        if named is None:
+            return None if number is None else msgspec.convert(number, float)
+        reward = finite_reward(msgspec.convert(named, dict[str, float]))
     except msgspec.ValidationError:  # another type, or an integer beyond all floats
-        raise wrong("reward", "must be a finite number") from None
+        reward = None
+    if named is None:
+        raise wrong("reward", "must be a finite number")
+    if number is not None or reward is None:
+        raise wrong("rewards", f"must be {NAMED_REWARDS}, and the request must have no reward")
+    return reward

@@ -44,7 +44,7 @@ def serve(me: rrl.Worker, chat: ModelChat, routes: EpisodeRoutes, host: str, por
     """
     changed = threading.Event()
     served = served_run(me.job, me.run_dir.id, me.keys.secret)
-    endpoint = Endpoint(served, chat, me.ask_store, changed.set, routes.routes())
+    endpoint = Endpoint(served, chat, me.ask_store, changed.set, routes.routes(), outlived=True)
     server = EndpointServer(endpoint.application, host, port)
     server.start(me)
     try:

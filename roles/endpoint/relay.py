@@ -81,6 +81,8 @@ _NOT_PASSED = frozenset(
 )
 """Headers that the relay does not pass on, because they concern a single connection, or would request compressed
 answers."""
+_OWN_HEADERS = frozenset({"x-rrl-relay", "x-rrl-call", "x-rrl-sent"})
+"""Headers that only a relay sends."""
 _EVENT_STREAM = "text/event-stream"
 _POSITION = b": rrl "
 T = TypeVar("T")
@@ -141,7 +143,7 @@ class _Call:
         self.last = () if form is None else form.last
         """Beginnings of the last event of a stream."""
         passed = {name: value for name, value in request.headers.items() if name not in _NOT_PASSED}
-        self._headers = {name: value for name, value in passed.items() if not name.startswith("x-rrl-")}
+        self._headers = {name: value for name, value in passed.items() if name not in _OWN_HEADERS}
         self._headers |= {"x-rrl-relay": "1", "accept-encoding": "identity"}
         if self.opens_episode:  # a repeated request must not open another episode
             self._headers.setdefault("idempotency-key", uuid.uuid4().hex)

@@ -8,6 +8,13 @@ from typing import Any, NamedTuple
 
 from ...core.text import shortened
 
+Reward = float | dict[str, float]
+"""The reward of an episode for all its agents, or rewards by name: an agent's name is the ``model`` of its calls."""
+ANY_AGENT = "*"
+"""The name that stands for all agents whose names have no reward of their own."""
+_MAX_NAMES, _MAX_NAME_CHARS = 64, 200
+NAMED_REWARDS = f"1 to {_MAX_NAMES} finite numbers by the names of agents"
+REWARD = f"a finite number, or a dict of {NAMED_REWARDS}"
 TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
 
 
@@ -38,6 +45,19 @@ def finite_number(value: Any) -> float | None:
     except BaseException:  # the value's methods may raise anything
         return None
     return number if math.isfinite(number) else None
+
+
+def finite_reward(value: Any) -> Reward | None:
+    """Return a number, or a dict of numbers by the names of agents, as floats; None if it is not :data:`REWARD`."""
+    if not isinstance(value, dict):
+        return finite_number(value)
+    rewards: dict[str, float] = {}
+    for name, number in value.items():
+        reward = finite_number(number)
+        if reward is None or not isinstance(name, str) or len(name) > _MAX_NAME_CHARS or not name.isprintable():
+            return None
+        rewards[name] = reward
+    return rewards if 0 < len(rewards) <= _MAX_NAMES else None
 
 
 def two_rewards(

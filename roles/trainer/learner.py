@@ -354,15 +354,19 @@ class Learner:
     def _advantages(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the advantage of each trajectory over its whole group, [B].
 
-        The samples of an episode share its reward and its advantage; the reward counts once.
+        The samples of an episode share its reward and its advantage; the reward counts once. With rewards by name, the
+        samples of each agent are compared with each other only.
         """
-        first_samples = _first_samples(trajectories)
-        rewards = torch.tensor([trajectories[index].training for index in first_samples], dtype=torch.float32)
-        groups = torch.tensor([trajectories[index].group for index in first_samples])
+        samples = {(each.id, each.agent): each for each in trajectories}
+        numbers: dict[tuple[int, str], int] = {}
+        groups = [numbers.setdefault((each.group, each.agent), len(numbers)) for each in samples.values()]
+        rewards = torch.tensor([each.training for each in samples.values()], dtype=torch.float32)
         settings = self._settings
-        advantages = group_advantages(rewards, groups, settings.advantage_floor, by_std=settings.advantage_std)
-        places = {trajectories[index].id: place for place, index in enumerate(first_samples)}
-        return advantages[[places[trajectory.id] for trajectory in trajectories]]
+        advantages = group_advantages(
+            rewards, torch.tensor(groups), settings.advantage_floor, by_std=settings.advantage_std
+        )
+        places = {key: place for place, key in enumerate(samples)}
+        return advantages[[places[each.id, each.agent] for each in trajectories]]
 
     def _micro_batches(
         self, pairs: Sequence[Example], trained: Sequence[Sequence[int]], first: int = 0
@@ -546,19 +550,11 @@ def _as_tensor(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _first_samples(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Return the index of the first sample of each episode; in a job without agents, the index of each trajectory."""
-    first: dict[int, int] = {}
-    for index, trajectory in enumerate(trajectories):
-        first.setdefault(trajectory.id, index)
-    return list(first.values())
-
-
 def _trainable(trajectories: Sequence[Trajectory], truncated: str) -> Sequence[Trajectory]:
     """Return the trajectories of a part as ``[roles.trainer] truncated`` says.
 
     With ``mask``, no token of a truncated trajectory is trained. With ``drop``, it is left out, and so is a group with
-    fewer than two others. An episode whose samples are not all truncated goes on with the others.
+    fewer than two others (of the same agent). An episode whose samples are not all truncated goes on with the others.
     """
     if truncated == "train" or not any(each.truncated for each in trajectories):
         return trajectories
@@ -567,9 +563,9 @@ def _trainable(trajectories: Sequence[Trajectory], truncated: str) -> Sequence[T
             msgspec.structs.replace(each, masked=((0, len(each.tokens)),)) if each.truncated else each
             for each in trajectories
         )
-    left = {each.id: each.group for each in trajectories if not each.truncated}
-    counts = Counter(left.values())
-    return tuple(each for each in trajectories if not each.truncated and counts[each.group] > 1)
+    left = {(each.id, each.agent): each.group for each in trajectories if not each.truncated}
+    counts = Counter((group, agent) for (_, agent), group in left.items())
+    return tuple(each for each in trajectories if not each.truncated and counts[each.group, each.agent] > 1)
 
 
 def _unmasked(values: Sequence[_T], trajectory: Trajectory) -> Sequence[_T]:

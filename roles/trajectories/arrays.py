@@ -35,6 +35,8 @@ class Sequences(Struct, frozen=True, eq=False, kw_only=True):
     """Number of tokens of each sequence that are trained."""
     truncated: NDArray[numpy.bool_]
     """True for each sequence with an answer that the limit on its length cut."""
+    agents: NDArray[numpy.str_]
+    """The agent of each sequence, as :attr:`.types.Trajectory.agent`."""
 
 
 class Arrays(Sequences, frozen=True, eq=False, kw_only=True):
@@ -147,6 +149,7 @@ def _sequences(trajectories: Sequence[PackedTrajectory]) -> Sequences:
         lengths=prompt_lengths + lengths,
         trained=numpy.array(lengths, numpy.int64) - masked,
         truncated=numpy.array([one.truncated for one in trajectories], numpy.bool_),
+        agents=numpy.array([one.agent for one in trajectories], numpy.str_),
     )
 
 

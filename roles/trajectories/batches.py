@@ -153,4 +153,5 @@ def _decode_trajectory(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Tra
         masked=packed.masked,
         extras={name: data for name, _, data in packed.extras},
         truncated=packed.truncated,
+        agent=packed.agent,
     )

@@ -22,7 +22,7 @@ from ...core.run_spec import RunSpec, TrainerSettings
 from ...core.samples_file import Sample, SampleRun, SamplesFile, StepSamples, files_in, frame, frames_in
 from .durable.groups import Group, TrajectoryState
 from .durable.state import State
-from .durable.trained_samples import truncated_samples
+from .durable.trained_samples import sample_rewards, truncated_samples
 from .steps.figures import compared_rewards, spread
 from .types import NOT_SAMPLED
 
@@ -165,26 +165,27 @@ def _reward(track: TrajectoryState) -> float:
 def _samples_of(track: TrajectoryState, settings: TrainerSettings | None) -> Iterator[Sample]:
     score, created = track.score, track.group.created
     assert score is not None
-    advantage = None if settings is None else _advantage(track, settings)
-    for (tokens, runs), truncated in zip(_paths(track), truncated_samples(track), strict=True):
+    of_samples = zip(_paths(track), truncated_samples(track), sample_rewards(track), strict=True)
+    for (tokens, runs), truncated, (agent, training) in of_samples:
         yield Sample(
             track.id,
             created.group,
             created.item,
             created.source,
-            score.reward,
-            score.training,
+            score.agents.get(agent, score.reward),
+            training,
             score.parts,
-            advantage,
+            None if settings is None else _advantage(track, agent, settings),
             truncated,
             tokens,
             runs,
+            agent,
         )
 
 
-def _advantage(track: TrajectoryState, settings: TrainerSettings) -> float | None:
+def _advantage(track: TrajectoryState, agent: str, settings: TrainerSettings) -> float | None:
     """Return the advantage of a trajectory over its group as the built-in trainer computes it; None if left out."""
-    rewards = compared_rewards(track.group, ignores_truncated=settings.truncated == "drop")
+    rewards = compared_rewards(track.group, ignores_truncated=settings.truncated == "drop").get(agent, {})
     if track.id not in rewards:
         return None
     centred = rewards[track.id] - fmean(rewards.values())

@@ -445,6 +445,8 @@ class Store:
             return Denied("one of the scored trajectories is not finished")
         if not all(score.is_finite for score in scores):
             return Denied("a score is not finite; report the trajectory as failed instead")
+        if any(score.agents for score in scores):
+            return Denied("a score has agents; only the agent of an episode gives rewards by name")
         self.evaluations.post_scores(scores, failed or ())
         new = tuple(score for score in by_trajectory.values() if tracks[score.trajectory].score is None)
         if new:

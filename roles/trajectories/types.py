@@ -112,7 +112,11 @@ class Score(Struct, frozen=True, array_like=True):
     reward: float
     training: float
     parts: dict[str, float] = {}
-    """The rewards of which ``reward`` is the weighted sum, by name ([task.rewards])."""
+    """The rewards of which ``reward`` is the weighted sum, by name ([task.rewards]); of an episode with rewards by
+    name, these rewards."""
+    agents: dict[str, float] = {}
+    """What the trainer learns from, by agent, of an episode with rewards by name: ``reward`` and ``training`` are its
+    mean. Only the store sets it."""
 
     @property
     def is_finite(self) -> bool:
@@ -144,6 +148,9 @@ class Trajectory(Struct, frozen=True):
     trains on the trajectory."""
     truncated: bool = False
     """True if the limit on its length cut the answer or, of an episode, an answer in the sample."""
+    agent: str = ""
+    """Of a group with rewards by name, the agent whose tokens the sample trains, with its reward: compare only samples
+    of the same agent. Empty for any other group."""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -170,6 +177,7 @@ class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
     """The same runs of ``tokens`` as in :class:`Trajectory`: those that must not be trained, as (index, count)."""
     extras: PackedExtras = ()
     truncated: bool = False
+    agent: str = ""
 
     @property
     def length(self) -> int:

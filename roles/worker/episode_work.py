@@ -21,9 +21,9 @@ from ...core.units import duration_text
 from ..endpoint.loopback import LoopbackEndpoint
 from ..launcher.end_report import Misuse, exits_on_invalid_config
 from ..models.chat import open_chat
-from ..models.rewards import finite_number
+from ..models.rewards import REWARD, Reward, finite_reward
 from ..models.tasks import TaskError, load_episode_items
-from ..trajectories.client import AskStore, FencedAttempt
+from ..trajectories.client import AskStore, FencedAttempt, WrongArgument
 from ..trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode, LeaseEpisodes
 from .connection import ManagerConnection
 from .status.episode_status import EpisodeStatus
@@ -64,27 +64,29 @@ class Episode:
         self.split = "eval" if attempt.leased.evaluation else "train"
         """``"eval"`` for an episode of an evaluation, which is never trained; ``"train"`` for any other."""
 
-    def finish(self, reward: float | None = None, later: bool = False) -> bool:
+    def finish(self, reward: Reward | None = None, later: bool = False) -> bool:
         """End the episode, durably.
 
         Args:
-            reward: The episode's reward. If it is None and the job has a ``reward_timeout``, the reward comes from
-                outside. If it is None in any other job, [task] scores the last answer.
+            reward: The episode's reward, or rewards by the names of agents, which are the ``model`` of their calls; the
+                name ``*`` stands for all others. If it is None and the job has a ``reward_timeout``, the reward comes
+                from outside. If it is None in any other job, [task] scores the last answer.
             later: True if the reward comes from outside, even in a job without a ``reward_timeout``.
 
         Returns:
             False if the attempt is over already, because it took too long or another attempt replaced it.
 
         Raises:
-            ValueError: The reward is not a finite number, or is given together with ``later``; or the attempt was ended
-                before.
+            ValueError: The reward is not a finite number, or is given together with ``later``; or a name is that of no
+                call, while calls of another name have no reward; or the attempt was ended before. Only in the last case
+                has the attempt ended.
         """
         if reward is not None:
             if later:
                 raise Misuse("finish(): got a reward and later=True; give only one of them")
-            if (number := finite_number(reward)) is None:
-                raise Misuse(f"finish(): the reward is {shortened(reward)}; give a finite number, or None")
-            reward = number
+            if (valid := finite_reward(reward)) is None:
+                raise Misuse(f"finish(): the reward is {shortened(reward)}; give {REWARD}, or None")
+            reward = valid
         return self._work.finish(self._attempt, reward, later)
 
     def fail(self, why: str) -> bool:
@@ -159,7 +161,7 @@ class EpisodeWork:
                     if (episode := self._begin(item)) is not None:
                         yield episode
 
-    def finish(self, attempt: _Attempt, reward: float | None, later: bool) -> bool:
+    def finish(self, attempt: _Attempt, reward: Reward | None, later: bool) -> bool:
         """End an episode; see :meth:`Episode.finish`."""
         if time.monotonic() > attempt.deadline and not attempt.ended:
             self._end_overdue(attempt)
@@ -220,9 +222,13 @@ class EpisodeWork:
         except FencedAttempt as error:
             _log.info("episode %d: %s", of.episode, error)
             return False
+        except WrongArgument:
+            attempt.ended = False  # the program may correct it
+            raise
         finally:
             with self._lock:
-                del self._attempts[of.episode]  # last: the episode counts as leased until the store has answered
+                if attempt.ended:  # last: the episode counts as leased until the store has answered
+                    del self._attempts[of.episode]
                 self._status.attempts_changed(len(self._attempts))
             self._changed.set()
         self._connection.progress(1)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -71,7 +72,7 @@ class Call(Struct, frozen=True):
     """The plain prompt, as text or tokens."""
     choices: int = 1
     max_new: int | None = None
-    """Maximum number of tokens to sample; None if the job's limit applies."""
+    """Maximum number of tokens to sample, where 0 means 1; None if the job's limit applies."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, and are not part of it."""
     tools: str = ""
@@ -125,6 +126,18 @@ def identified(call: Call) -> Call:
         call.sampling,
     )
     return msgspec.structs.replace(call, hashes=hashes, digest=_hash(msgspec.json.encode(meaning)))
+
+
+def is_untrained(call: Call, policy: Policy) -> bool:
+    """Return whether the name of its model or its limit says that a call is only served, and not trained."""
+    probe = call.max_new is not None and call.max_new <= 1
+    return probe or any(fnmatchcase(call.model, pattern) for pattern in policy.untrained)
+
+
+def as_untrained(call: Call) -> Call:
+    """Return a call as one whose answer is context; a trained call of otherwise the same meaning is another call."""
+    digest = _hash(f"{call.digest} untrained".encode())
+    return msgspec.structs.replace(call, sampling=call.sampling or Sampling(), digest=digest)
 
 
 def rolling_hashes(messages: Sequence[Message], before: str = "") -> tuple[str, ...]:

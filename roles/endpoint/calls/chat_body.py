@@ -48,8 +48,8 @@ def parse_chat(body: bytes, policy: Policy) -> Call:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", 'must be a list of messages: [{"role": "user", "content": "..."}]')
-    max_new = take_count(given, "max_completion_tokens", None)
-    older_name = take_count(given, "max_tokens", None)
+    max_new = take_count(given, "max_completion_tokens", None, least=0)
+    older_name = take_count(given, "max_tokens", None, least=0)
     refused, (tools, names) = policy.constraints == "refuse", _take_tools(given)
     schema = answer_schema(given.pop("response_format", None), "response_format", refused=refused)
     choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
@@ -82,7 +82,7 @@ def parse_completion(body: bytes, policy: Policy) -> Call:
         messages=None,
         prompt=prompt,
         logprobs=logprobs is not None,
-        max_new=take_count(given, "max_tokens", None),
+        max_new=take_count(given, "max_tokens", None, least=0),
         **_common(given, policy),
     )
     return identified(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ...models.tokenizer import Tokenizer
 from ...trajectories.client import AskStore
@@ -56,7 +56,7 @@ class KnownTurns:
         turns = {} if kept is None else dict(kept.turns)
         self._keep(episode, read)
         turns |= {turn.id: turn for turn in read.turns}
-        return EpisodeTurns(read.attempt, tuple(turns[number] for number in sorted(turns)), read.recorded)
+        return structs.replace(read, turns=tuple(turns[number] for number in sorted(turns)))
 
     def _keep(self, episode: int, read: EpisodeTurns) -> None:
         """Keep the turns that are complete."""

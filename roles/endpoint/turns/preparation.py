@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ....config.model_folder import TextTooLong
 from ...models.conversation import ASSISTANT, Chat, Message, ModelChat, ToolsUnsupported
 from ...trajectories.episodes.requests import Turn
 from ...trajectories.types import Sampling
-from ..calls.call import Call, Policy
+from ..calls.call import Call, Policy, as_untrained, is_untrained
 from ..calls.constraint import Constraint
 from ..calls.errors import ApiError, wrong
 from .constrained import AskedChat, compile_problem, grammar_of, key_of
@@ -35,6 +35,8 @@ class Work(Struct, frozen=True):
     body: bytes
     turns: tuple[Turn, ...] | None
     """Turns of the attempt; None if only the call is read."""
+    untrained: bool = False
+    """True if the agent has said that the answer must not be trained."""
 
 
 class Preparation:
@@ -66,8 +68,18 @@ class Preparation:
         return msgspec.structs.replace(call, messages=messages, prompt="", hashes=call.hashes[-1:]), context
 
     def parse(self, work: Work) -> Call:
-        """Parse a call. Raises ApiError."""
-        return work.parse(work.body, self._policy)
+        """Parse a call. One that is not trained may ask for any sampling. Raises ApiError."""
+        refused: ApiError | None = None
+        as_asked = structs.replace(self._policy, foreign="context")
+        try:
+            call = work.parse(work.body, self._policy)
+        except ApiError as error:
+            refused, call = error, work.parse(work.body, as_asked)
+        if work.untrained or is_untrained(call, self._policy):
+            return as_untrained(work.parse(work.body, as_asked))
+        if refused is not None:
+            raise refused
+        return call
 
     def chat_of(self, call: Call) -> Chat:
         """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""

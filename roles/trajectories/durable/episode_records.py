@@ -28,7 +28,7 @@ from .records import (
     TurnUnused,
     pack_tokens,
 )
-from .trained_samples import samples
+from .trained_samples import divide_by_agent, samples, trainable_turns
 
 EpisodeRecord = AttemptStarted | AttemptFailed | TurnCreated | TurnTaken | TurnUnused | TurnEnded | EpisodeFinished
 """The records that change one episode."""
@@ -75,10 +75,10 @@ class EpisodeRecords:
                     episode.recorded.add(turn)
             case TurnTaken(turn):
                 episode.recorded.discard(turn)
-                episode.turns[turn].unused = False
+                episode.turns[turn].unused = episode.turns[turn].delivered = False
                 episode.turns[turn] = episode.turns.pop(turn)  # moved to the end: turns are in the order of requests
-            case TurnUnused(turn, _, unused):
-                episode.turns[turn].unused = unused
+            case TurnUnused(turn, _, unused, delivered):
+                episode.turns[turn].unused, episode.turns[turn].delivered = unused, delivered
             case TurnEnded(turn, _, length):
                 self._end_turn(episode, episode.turns[turn], length)
             case EpisodeFinished(_, _, counted, reward, later, unused_turns):
@@ -144,6 +144,15 @@ class EpisodeRecords:
             token_drift=before.token_drift + drift,
         )
 
+    def divide(self, track: TrajectoryState) -> None:
+        """Divide the samples of a scored episode by agent, if they are not, and count the turns without a reward."""
+        episode = episode_of(track)
+        if episode.agents:
+            return
+        divide_by_agent(track)
+        untrained = sum(turn.turn.agent not in episode.agents for turn in trainable_turns(episode) if turn.turn)
+        self.counted = replace(self.counted, untrained_turns=self.counted.untrained_turns + untrained)
+
     def _delete(self, episode: EpisodeState, turns: Iterable[int]) -> None:
         for number in turns:
             del episode.turns[number]
@@ -171,8 +180,8 @@ def records_of(track: TrajectoryState) -> Iterator[Record]:
         yield turn.turn
         if number not in episode.recorded and turn.turn.attempt < episode.attempt:
             yield TurnTaken(number, track.id)
-        if turn.unused and not track.finished:
-            yield TurnUnused(number, track.id)
+        if (turn.unused or turn.delivered) and not track.finished:
+            yield TurnUnused(number, track.id, turn.unused, turn.delivered)
         yield from records_of(turn)
     if track.finished:
         unused = tuple(number for number, turn in episode.turns.items() if turn.unused)

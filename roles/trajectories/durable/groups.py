@@ -39,6 +39,8 @@ class TrajectoryState(Struct, eq=False):
     """The record that created the turn; None for a trajectory or episode."""
     unused: bool = False
     """True for a turn whose answer the agent has not used, as far as it is known now."""
+    delivered: bool = False
+    """True for a turn whose answer the agent has got, if an endpoint has said so."""
     asked_by: Incarnation | None = None
     """Incarnation that asked for the turn last; None if it did so at an earlier process of the store."""
     episode: EpisodeState | None = None
@@ -68,6 +70,8 @@ class Run(Struct, frozen=True, gc=False):
     extras: PackedExtras = ()
     truncated: bool = False
     """True for the end of an answer that the limit on its length cut."""
+    agent: str = ""
+    """Name of the agent for which the tokens were sampled."""
 
     @property
     def length(self) -> int:
@@ -98,7 +102,10 @@ class EpisodeState(Struct, eq=False):
     awaits_reward: bool = False
     """True if the episode is finished and its reward comes later."""
     samples: list[list[Run]] = []
-    """What the trainer reads of the finished episode (:mod:`.trained_samples`), which never changes."""
+    """What the trainer reads of the finished episode (:mod:`.trained_samples`). It never changes once the group is
+    scored."""
+    agents: dict[str, float] = {}
+    """What the trainer learns from, by agent, in a group with rewards by name; empty in any other group."""
 
     @property
     def made(self) -> list[TrajectoryState]:

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from ....core.run_spec import ExtraSpec
 from ....core.types import Incarnation, ReplicaId, Version
+from ...models.rewards import Reward
 from ..dispatch.lengths import LengthState
 from ..dispatch.token_times import Observed
 from ..extras import PackedExtras, pack_extras
@@ -307,11 +308,14 @@ class TurnTaken(Struct, frozen=True, tag="turn_taken", array_like=True):
 
 
 class TurnUnused(Struct, frozen=True, tag="turn_unused", array_like=True):
-    """The agent has not used the answer of a turn or, if not ``unused``, has asked for it again."""
+    """Whether the agent has used the answer of a turn, as far as it is known now."""
 
     turn: int
     episode: int
     unused: bool = True
+    """True if the agent has not got the answer, or has made the same call again."""
+    delivered: bool = False
+    """True if the agent has got the answer."""
 
 
 class TurnEnded(Struct, frozen=True, tag="turn_ended", array_like=True):
@@ -338,7 +342,7 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
     episode: int
     attempt: int
     turns: tuple[int, ...]
-    reward: float | None = None
+    reward: Reward | None = None
     later: bool = False
     """True if the reward comes later, so that no reward replica scores the episode."""
     unused: tuple[int, ...] = ()
@@ -346,7 +350,7 @@ class EpisodeFinished(Struct, frozen=True, tag="episode_finished", array_like=Tr
 
 
 class CallBlamed(Struct, frozen=True, tag="call_blamed", array_like=True):
-    """A process ended right after an agent of this group had made a call, whose body has the digest ``call``."""
+    """A process ended right after an agent of this group had made a call, whose meaning has the digest ``call``."""
 
     group: int
     call: str

@@ -47,7 +47,7 @@ from .records import (
     is_evaluated,
     unpack_tokens,
 )
-from .trained_samples import content_digest, message_bytes, packed, token_ages, trained_tokens
+from .trained_samples import content_digest, message_bytes, packed, score_of, token_ages, trained_tokens
 
 METRICS_RETAINED_STEPS = 4096
 """Number of newest steps whose metrics are kept, so that a manager that was not running can read them later. If a step
@@ -246,6 +246,20 @@ class State:
             track = self.trajectories[score.trajectory]
             track.score = score
             track.group.unscored -= 1
+            if track.episode is not None:
+                self._divide_by_agent(track.group)
+
+    def _divide_by_agent(self, group: Group) -> None:
+        """Divide the samples of a group's scored episodes by agent, once one of them has rewards by name.
+
+        An episode with one number, for example for a failure, is then compared with those that have rewards by name.
+        """
+        scored = [track for track in group.trajectories if track.score is not None]
+        if any(track.score is not None and track.score.agents for track in scored):
+            for track in scored:
+                before = trained_tokens(track)
+                self.episode_records.divide(track)
+                self._count(ended_tokens=trained_tokens(track) - before)
 
     def _observe_lengths(self, group: Group, *, cut: bool) -> None:
         """Learn the lengths of a group once all its trajectories are complete, or if it is dropped before (``cut``).
@@ -289,12 +303,12 @@ class State:
             case TurnCreated(turn):
                 self.next_turn = max(self.next_turn, turn + 1)
             case EpisodeFinished(number, _, _, reward):
-                if reward is not None:
-                    self._record_scores((Score(number, reward, reward),))
                 if is_evaluated(number):
                     self.evaluations.answers[number].finished = True
-                    return
-                self._count(ended=1, ended_tokens=trained_tokens(track))
+                else:
+                    self._count(ended=1, ended_tokens=trained_tokens(track))
+                if reward is not None:
+                    self._record_scores((score_of(track, reward),))
 
     @property
     def latest(self) -> int:

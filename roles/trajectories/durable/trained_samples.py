@@ -5,6 +5,9 @@ turns (:attr:`.groups.EpisodeState.counted`). Only a turn that has sampled token
 leaf. It is a leaf if no other such turn's path begins with its whole path. A sample consists of the path of its leaf. A
 sampled token counts in one sample only: the first sample, in the order of the turns, that contains it. Given tokens
 never count, and the answers of foreign turns are given tokens.
+
+If one episode of a group has rewards by name, a leaf has a sample for each agent with a reward that has counting tokens
+in its path. It ends with the last of them, and only this agent's tokens count.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
+from ...models.rewards import ANY_AGENT, Reward
 from ..extras import PackedExtras, cut, join, joined_bytes
-from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
-from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
+from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest, Score
+from .groups import EpisodeState, Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
 from .records import PackedSegment, encode
 
 _TOKEN_BYTES = 8
@@ -34,7 +38,8 @@ def packed(track: TrajectoryState) -> list[PackedTrajectory]:
     """Return the samples of a scored trajectory as the trainer receives them."""
     assert track.score is not None
     if track.episode is not None:
-        return [_packed_sample(track, runs) for runs in track.episode.samples]
+        agents = [agent for agent, _ in sample_rewards(track)]
+        return [_packed_sample(track, *each) for each in zip(track.episode.samples, agents, strict=True)]
     return [
         PackedTrajectory(
             id=track.id,
@@ -77,6 +82,52 @@ def trained_tokens(track: TrajectoryState) -> int:
     return sum(tokens for _, tokens in _trained(track))
 
 
+def score_of(track: TrajectoryState, reward: Reward) -> Score:
+    """Return the score of a finished episode; with rewards by name, the mean of those that its agents get."""
+    if not isinstance(reward, dict):
+        return Score(track.id, reward, reward)
+    named = ((agent, reward.get(agent, reward.get(ANY_AGENT))) for agent in _agents(track))
+    agents = {agent: value for agent, value in named if value is not None}
+    mean = sum(value / len(agents) for value in agents.values())  # fmean raises OverflowError for large numbers
+    return Score(track.id, mean, mean, {name: agents[name] for name in agents if name in reward}, agents)
+
+
+def divide_by_agent(track: TrajectoryState) -> None:
+    """Divide the samples of a scored episode by agent; without rewards by name, each agent gets the same reward."""
+    episode, score = track.episode, track.score
+    assert episode is not None
+    assert score is not None
+    episode.agents = score.agents or dict.fromkeys(_agents(track), score.training)
+    episode.samples = [
+        _of_agent(runs, agent)
+        for runs in episode.samples
+        for agent in sorted({run.agent for run in runs if run.counts} & episode.agents.keys())
+    ]
+
+
+def _agents(track: TrajectoryState) -> list[str]:
+    """Return the agents of a finished episode for which tokens were sampled that may be trained."""
+    assert track.episode is not None
+    return sorted({turn.turn.agent for turn in trainable_turns(track.episode) if turn.turn is not None})
+
+
+def _of_agent(runs: list[Run], agent: str) -> list[Run]:
+    last = max(index for index, run in enumerate(runs) if run.counts and run.agent == agent)
+    return [run if run.agent == agent else replace(run, counts=False, truncated=False) for run in runs[: last + 1]]
+
+
+def sample_rewards(track: TrajectoryState) -> list[tuple[str, float]]:
+    """Return for each sample of a scored trajectory its agent and what the trainer learns from.
+
+    The agent is empty if the group has no rewards by name.
+    """
+    assert track.score is not None
+    if track.episode is None or not track.episode.agents:
+        return [("", track.score.training)] * (1 if track.episode is None else len(track.episode.samples))
+    agents = [next(run.agent for run in runs if run.counts) for runs in track.episode.samples]
+    return [(agent, track.episode.agents[agent]) for agent in agents]
+
+
 def truncated_samples(track: TrajectoryState) -> list[bool]:
     """Return for each sample of a complete trajectory whether the limit on its length cut an answer in it."""
     if track.episode is None:
@@ -95,6 +146,7 @@ def message_bytes(tracks: Iterable[TrajectoryState], prompt: bytes) -> int:
             for sample in track.episode.samples:  # ``masked`` lists some of the runs again
                 size += _TOKEN_BYTES * sum(run.length for run in sample) + 2 * _RUN_BYTES * len(sample)
                 size += _TRAJECTORY_BYTES + joined_bytes((run.extras, run.length) for run in sample)
+                size += max(len(run.agent.encode()) for run in sample)
     return size
 
 
@@ -117,8 +169,9 @@ def _trained(track: TrajectoryState) -> Iterator[tuple[int, int]]:
                     yield run.version[0], run.length
 
 
-def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
+def _packed_sample(track: TrajectoryState, runs: list[Run], agent: str) -> PackedTrajectory:
     assert track.score is not None
+    assert track.episode is not None
     first = next(index for index, run in enumerate(runs) if run.counts)
     prompt, rest = runs[:first], runs[first:]
     masked: list[tuple[int, int]] = []
@@ -134,22 +187,28 @@ def _packed_sample(track: TrajectoryState, runs: list[Run]) -> PackedTrajectory:
         tokens=b"".join(run.tokens for run in rest),
         logprobs=b"".join(run.logprobs for run in rest),
         runs=tuple((run.length, *run.version) for run in rest),
-        reward=track.score.reward,
-        training=track.score.training,
+        reward=track.score.agents.get(agent, track.score.reward),
+        training=track.episode.agents.get(agent, track.score.training),
         prompt_length=sum(run.length for run in prompt),
         prompt=b"".join(run.tokens for run in prompt),
         masked=tuple(masked),
         extras=cut(extras, before, before + at),
         truncated=any(run.truncated for run in runs),
+        agent=agent,
     )
+
+
+def trainable_turns(episode: EpisodeState) -> list[TrajectoryState]:
+    """Return the counted turns of an episode whose answers may be trained, in the order of their numbers."""
+    counted = [episode.turns[number] for number in sorted(episode.counted)]
+    return [turn for turn in counted if turn.length and not is_foreign(turn) and not turn.unused]
 
 
 def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     """Return the leaves among the counted turns of an episode, in the order of their numbers."""
     episode = track.episode
     assert episode is not None
-    counted = [episode.turns[number] for number in sorted(episode.counted)]
-    sampled = [turn for turn in counted if turn.length and not is_foreign(turn) and not turn.unused]
+    sampled = trainable_turns(episode)
     continued = {
         before.id
         for turn in sampled
@@ -181,11 +240,11 @@ def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:
                 runs.append(_given(given))
             end = max(0, own - given_length(turn.turn))
             if is_foreign(turn):
-                runs += [_given(run.tokens) for run in _runs(turn.segments, 0, end, counts=False)]
+                runs += [_given(run.tokens) for run in _runs(turn, 0, end, counts=False)]
             else:
                 before = counted[turn.id]
-                runs += _runs(turn.segments, 0, min(before, end), counts=False)
-                runs += _runs(turn.segments, before, end, counts=True)
+                runs += _runs(turn, 0, min(before, end), counts=False)
+                runs += _runs(turn, before, end, counts=True)
                 counted[turn.id] = max(before, end)
                 if turn.truncated and end == turn.length:
                     runs[-1] = replace(runs[-1], truncated=True)
@@ -204,15 +263,18 @@ def _given(tokens: bytes) -> Run:
     return Run(tokens, bytes(len(tokens)), NOT_SAMPLED, False)
 
 
-def _runs(segments: Iterable[PackedSegment], start: int, end: int, *, counts: bool) -> Iterator[Run]:
+def _runs(turn: TrajectoryState, start: int, end: int, *, counts: bool) -> Iterator[Run]:
     """Yield the sampled tokens from ``start`` to ``end`` as one run for each segment."""
-    for segment in segments:
+    assert turn.turn is not None
+    agent = turn.turn.agent
+    for segment in turn.segments:
         first, last = max(start, segment.offset), min(end, segment.end)
         if first < last:
             first, last = first - segment.offset, last - segment.offset
             packed = slice(4 * first, 4 * last)
             extras = cut(segment.extras, first, last)
-            yield Run(segment.tokens[packed], segment.logprobs[packed], _version(segment), counts, extras)
+            tokens, logprobs = segment.tokens[packed], segment.logprobs[packed]
+            yield Run(tokens, logprobs, _version(segment), counts, extras, agent=agent)
 
 
 def _version(segment: PackedSegment) -> tuple[int, int]:

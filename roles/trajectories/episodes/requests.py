@@ -11,6 +11,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ....core.types import Version
+from ...models.rewards import Reward
 from ..types import Answer, Done, Request, Sampling, StepRequest
 
 
@@ -79,6 +80,8 @@ class EpisodeTurns(Struct, frozen=True, tag=True):
     attempt: int
     turns: tuple[Turn, ...]
     recorded: tuple[Turn, ...] = ()
+    undelivered: tuple[int, ...] = ()
+    """The turns of the request's ``call`` whose answers no agent has got or continued, and no endpoint delivers now."""
 
 
 EpisodeAnswer = LeasedEpisodes | TurnOpened | TurnTokens | EpisodeTurns
@@ -140,17 +143,20 @@ class EndTurn(Request[Done], frozen=True, tag=True):
     length: int
 
 
-class MarkUnused(Request[Done], frozen=True, tag=True):
-    """Report that an agent has not used the answer of a turn: it got no token of it, or has made the same call again.
+class MarkAnswer(Request[Done], frozen=True, tag=True):
+    """Report whether an agent has got the whole answer of a turn, or that it has made the same call again.
 
-    Unless another turn continues the answer, it is not trained. The report is void if the turn is opened again, and if
-    another incarnation has opened an ``undelivered`` turn later. It is durable once it is answered with
-    :class:`..types.Done`.
+    Unless another turn continues the answer, it is trained only if it was delivered, and was not asked for again. The
+    report is void once the turn is opened again, and if another incarnation has opened an undelivered turn later. It is
+    durable once it is answered with :class:`..types.Done`. Without a report, an answer counts as delivered as long as
+    the incarnation that has asked for it is current.
     """
 
     turn: int
-    undelivered: bool
-    """True if the connection of the agent ended before it got a token."""
+    delivered: bool
+    """True if the end of the answer was written to the agent's connection."""
+    repeated: bool = False
+    """True if the agent has then made the same call again."""
 
 
 class Follow(Request[TurnTokens | None], frozen=True, tag=True):
@@ -183,15 +189,18 @@ class GetEpisode(Request[EpisodeTurns], frozen=True, tag=True):
 class FinishEpisode(Request[Done], frozen=True, tag=True):
     """Request to end an episode with a result; turns that are not complete by then are not sampled any further.
 
-    If ``reward`` is None, a reward replica scores the last answer. An attempt that ends without any answer counts as
+    A turn gets the reward of its agent; the turns of an agent without a reward are not trained. If ``reward`` is None,
+    a reward replica scores the last answer. An attempt that ends without any answer counts as
     failed. If an agent outside of the run makes it, the request is denied instead.
     """
 
     episode: int
     attempt: int
-    reward: float | None = None
+    reward: Reward | None = None
     later: bool = False
     """True if the reward comes with a :class:`PostReward`. If the reward comes too late, the group is dropped."""
+    failed: bool = False
+    """True for an attempt that has failed and is scored nevertheless; denied if it has no answer."""
 
 
 class PostReward(Request[Done], frozen=True, tag=True):
@@ -199,7 +208,7 @@ class PostReward(Request[Done], frozen=True, tag=True):
 
     episode: int
     attempt: int
-    reward: float
+    reward: Reward
 
 
 class OpenEpisode(Request[LeasedEpisodes | None], frozen=True, tag=True):
@@ -232,7 +241,7 @@ EpisodeRequest = (
     | OpenEpisode
     | OpenTurn
     | EndTurn
-    | MarkUnused
+    | MarkAnswer
     | Follow
     | GetEpisode
     | FinishEpisode

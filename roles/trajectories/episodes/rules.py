@@ -17,19 +17,22 @@ from heapq import heappop, heappush, heapreplace
 from typing import Literal, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ....core.text import on_one_line
+from ....core.text import on_one_line, shortened
 from ....core.types import Incarnation, OutsideKind, OutsideWait
 from ....core.units import duration_text
+from ...models.rewards import ANY_AGENT, REWARD, Reward, finite_reward
 from ..dispatch.lease_table import Leases
 from ..durable.episode_records import episode_of
 from ..durable.groups import EpisodeState, Group, TrajectoryState, continued, is_foreign
 from ..durable.log import DurableState
 from ..durable.records import AttemptFailed, AttemptStarted, CallBlamed, DropCause, EpisodeFinished, ScoresRecorded
+from ..durable.trained_samples import score_of, trainable_turns
 from ..leases import WorkQueue
 from ..steps.evaluations import Evaluations
 from ..steps.staleness import StalenessLimit
-from ..types import Denied, Done, NotReady, Score
+from ..types import Denied, Done, NotReady
 from .requests import (
     EndTurn,
     EpisodeAnswer,
@@ -42,7 +45,7 @@ from .requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
-    MarkUnused,
+    MarkAnswer,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -265,7 +268,7 @@ class Episodes:
                 self._durable.write(CallBlamed(created.group, call))
             if counts[call] > 1:
                 why = f"{incarnation.replica} ended {counts[call]} times right after the same call of item"
-                blamed[number] = counts[call], f"{why} {created.item} (SHA-256 of its body: {call[:12]}…)"
+                blamed[number] = counts[call], f"{why} {created.item} (digest of the call: {call[:12]}…)"
         return blamed
 
     def forget(self, group: Group) -> None:
@@ -288,15 +291,15 @@ class Episodes:
                 return current if isinstance(current, Denied) else self._turns.open(request, episode_of(current))
             case EndTurn():
                 return self._turns.end(request)
-            case MarkUnused():
-                return self._turns.mark_unused(request)
+            case MarkAnswer():
+                return self._turns.mark(request)
             case Follow(_, turn, offset):
                 return self._turns.follow(turn, offset)
             case GetEpisode(incarnation, episode, holding, call):
                 track = self._state.trajectories.get(episode)
                 if call and track is not None and track.is_at_work:
                     self._calls[episode] = incarnation, call
-                return self._shown(episode, holding)
+                return self._shown(episode, holding, call)
             case FinishEpisode():
                 return self._finish(request)
             case PostReward(_, episode, attempt, reward):
@@ -423,18 +426,22 @@ class Episodes:
         number, attempt, reward = request.episode, request.attempt, request.reward
         track = self._state.trajectories.get(number)
         if track is not None and track.finished and track.episode is not None and track.episode.attempt == attempt:
+            if isinstance(reward, dict) and track.score != score_of(track, reward):
+                return Denied(f"episode {number} was finished with another reward, which cannot change")
             return Done()  # repeated
         current = self._current(number, attempt)
         if isinstance(current, Denied):
             return current
-        if reward is not None and not math.isfinite(reward):
-            return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
         episode = episode_of(current)
         complete = [turn for turn in episode.made if turn.finished]
         used = continued(episode.made, episode.turns)
-        unused = tuple(turn.id for turn in complete if turn.unused and turn.id not in used)
-        if not any(turn.length and not is_foreign(turn) and turn.id not in unused for turn in complete):
-            if episode.request is not None:
+        lost = [turn for turn in complete if turn.unused or self._is_undelivered(turn, episode)]
+        unused = tuple(turn.id for turn in lost if turn.id not in used)
+        trainable = [turn for turn in complete if turn.length and not is_foreign(turn) and turn.id not in unused]
+        if reward is not None and (problem := _reward_problem(reward, complete, trainable)):
+            return Denied(f"the reward of episode {number} {problem}", wrong_argument=True)
+        if not trainable:
+            if episode.request is not None or request.failed:
                 return Denied(f"{NO_ANSWER}; ask it first, or report that the attempt failed", no_answer=True)
             self._count_failure(current, NO_ANSWER)
             return Done()
@@ -476,26 +483,40 @@ class Episodes:
             return Denied(f"attempt {attempt} at episode {number} has {ended}", fenced_attempt=True)
         return track
 
-    def _shown(self, number: int, holding: Iterable[int]) -> EpisodeTurns | Denied:
+    def _shown(self, number: int, holding: Iterable[int], call: str) -> EpisodeTurns | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
-        return shown_turns(track.episode, frozenset(holding))
+        episode = track.episode
+        same = [turn for turn in episode.made if turn.turn is not None and turn.turn.request.startswith(f"{call}/")]
+        undelivered = {turn.id for turn in same if self._is_undelivered(turn, episode)}
+        if undelivered:
+            undelivered -= continued(episode.made, episode.turns)
+        return replace(shown_turns(episode, frozenset(holding)), undelivered=tuple(sorted(undelivered)))
+
+    def _is_undelivered(self, turn: TrajectoryState, episode: EpisodeState) -> bool:
+        """Return whether no agent has got an answer: its endpoint has said so, or has ended without saying anything."""
+        asked_by = turn.asked_by or episode.holder
+        ended = asked_by is not None and self._rules.check_worker(asked_by) is not None
+        return not turn.delivered and (turn.unused or ended)
 
     # ── rewards that come later ────────────────────────────────────────────────────────────────────────────────────
-    def _post_reward(self, number: int, attempt: int, reward: float) -> Done | Denied:
+    def _post_reward(self, number: int, attempt: int, reward: Reward) -> Done | Denied:
         track = self._state.trajectories.get(number)
         if track is None or track.episode is None:
             return Denied(f"episode {number} is not stored: it was dropped or trained", fenced_attempt=True)
         if not track.finished or not track.episode.awaits_reward or attempt != track.episode.attempt:
             current = self._current(number, attempt)
             return current if isinstance(current, Denied) else Denied(f"episode {number} is not finished yet")
-        if not math.isfinite(reward):
-            return Denied(f"the reward of episode {number} is {reward}; it must be a finite number")
+        complete = [track.episode.turns[turn] for turn in track.episode.counted]
+        if problem := _reward_problem(reward, complete, trainable_turns(track.episode)):
+            return Denied(f"the reward of episode {number} {problem}")
+        score = score_of(track, reward)
         if track.score is not None:
-            known = track.score.reward
-            return Done() if known == reward else Denied(f"the reward of episode {number} is {known} and cannot change")
-        self._durable.write(ScoresRecorded((Score(number, reward, reward),)))
+            known = track.score.agents or track.score.reward
+            text = f"the reward of episode {number} is {shortened(known)} and cannot change"
+            return Done() if track.score == score else Denied(text)
+        self._durable.write(ScoresRecorded((score,)))
         self._scored(track)
         return Done()
 
@@ -550,3 +571,26 @@ class Episodes:
             elif track.finished and episode.awaits_reward and track.score is None:
                 text = f"no reward within {duration_text(self._settings.reward_timeout)}"
                 self._rules.drop(track.group, text, DropCause.UNSCORED)
+
+
+def _reward_problem(
+    reward: Reward, complete: Iterable[TrajectoryState], trainable: Iterable[TrajectoryState]
+) -> str | None:
+    """Return why an episode with these turns cannot get a reward; None if it can.
+
+    A name that no call has is wrong only if a call is without a reward: it may be misspelt.
+    """
+    if finite_reward(reward) is None:
+        return f"is {shortened(reward)}; it must be {REWARD}"
+    if not isinstance(reward, dict) or ANY_AGENT in reward:
+        return None
+    called, trained = _names(complete), _names(trainable)
+    wrong, without = sorted(reward.keys() - called), sorted(trained - reward.keys())
+    if not without or (not wrong and len(without) < len(trained)):
+        return None
+    problem = f"has {shortened(wrong or sorted(reward))}, the model name of no call that is trained"
+    return f"{problem}, but not {shortened(without)}; correct the names, or add {ANY_AGENT!r} for all others"
+
+
+def _names(turns: Iterable[TrajectoryState]) -> set[str]:
+    return {turn.turn.agent for turn in turns if turn.turn is not None}

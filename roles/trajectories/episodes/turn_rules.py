@@ -19,7 +19,7 @@ from ..durable.log import DurableState
 from ..durable.records import TurnCreated, TurnEnded, TurnTaken, TurnUnused, pack_tokens, unpack, unpack_tokens
 from ..leases import WorkQueue
 from ..types import Denied, Done, NotReady, Sampling
-from .requests import EndTurn, EpisodeTurns, MarkUnused, OpenTurn, Turn, TurnOpened, TurnTokens
+from .requests import EndTurn, EpisodeTurns, MarkAnswer, OpenTurn, Turn, TurnOpened, TurnTokens
 
 MAX_TURNS = 2**14
 """Maximum number of turns of an attempt. It bounds the work on a call, at the endpoint and here: both look at all turns
@@ -61,7 +61,7 @@ class TurnRules:
                 if _content(known.turn) == wanted:
                     known.asked_by = request.incarnation
                     if known.unused:
-                        self._durable.write(TurnUnused(known.id, request.episode, False))
+                        self._durable.write(TurnUnused(known.id, request.episode, False, known.delivered))
                     return TurnOpened(known.id)
                 return Denied(f"the request of turn {known.id} was repeated with other tokens")
         for number in sorted(episode.recorded, reverse=True):
@@ -113,15 +113,17 @@ class TurnRules:
         self._durable.write(TurnEnded(turn.id, turn.turn.episode, request.length))
         return Done()
 
-    def mark_unused(self, request: MarkUnused) -> Done | Denied:
-        """Note that the agent has not used the answer of a turn."""
+    def mark(self, request: MarkAnswer) -> Done | Denied:
+        """Note whether the agent has got the answer of a turn, and has used it."""
         turn = self._current(request.turn)
         if isinstance(turn, Denied):
             return turn
         assert turn.turn is not None
-        void = request.undelivered and turn.asked_by not in (None, request.incarnation)
-        if not void and not turn.unused and not self._state.trajectories[turn.turn.episode].finished:
-            self._durable.write(TurnUnused(turn.id, turn.turn.episode))
+        unused = request.repeated or not request.delivered
+        void = not request.delivered and turn.asked_by not in (None, request.incarnation)
+        known = (turn.unused, turn.delivered) == (unused, request.delivered)
+        if not void and not known and not self._state.trajectories[turn.turn.episode].finished:
+            self._durable.write(TurnUnused(turn.id, turn.turn.episode, unused, request.delivered))
         return Done()
 
     def follow(self, number: int, offset: int) -> TurnTokens | NotReady | Denied:

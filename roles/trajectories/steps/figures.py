@@ -15,7 +15,7 @@ from statistics import fmean
 from ..durable.groups import Group
 from ..durable.records import NO_SIGNAL, DropCause, Outcomes
 from ..durable.state import State
-from ..durable.trained_samples import trained_tokens, truncated_samples
+from ..durable.trained_samples import sample_rewards, trained_tokens, truncated_samples
 
 TOKENS_AGED = "tokens_aged_"
 """Prefix of the names of figures that count a step's tokens of one age. The prefix is followed by the age in training
@@ -33,19 +33,22 @@ _TAIL = 0.95
 
 def has_signal(group: Group, *, ignores_truncated: bool) -> bool:
     """Return whether the training rewards of a complete group differ, so that its answers have advantages."""
-    return len(set(compared_rewards(group, ignores_truncated=ignores_truncated).values())) > 1
+    compared = compared_rewards(group, ignores_truncated=ignores_truncated)
+    return any(len(set(rewards.values())) > 1 for rewards in compared.values())
 
 
-def compared_rewards(group: Group, *, ignores_truncated: bool) -> dict[int, float]:
-    """Return the training rewards that a complete group compares, by trajectory.
+def compared_rewards(group: Group, *, ignores_truncated: bool) -> dict[str, dict[int, float]]:
+    """Return the training rewards that a complete group compares, by agent and trajectory.
 
-    With ``ignores_truncated`` only answers count that no limit cut, and episodes with a sample without such an answer.
+    Without rewards by name, the only agent is ``""``. With ``ignores_truncated`` only answers count that no limit cut,
+    and episodes with a sample without such an answer.
     """
-    return {
-        track.id: track.score.training
-        for track in group.trajectories
-        if track.score is not None and not (ignores_truncated and all(truncated_samples(track)))
-    }
+    compared: dict[str, dict[int, float]] = {}
+    for track in group.trajectories:
+        for (agent, reward), truncated in zip(sample_rewards(track), truncated_samples(track), strict=True):
+            if not (ignores_truncated and truncated):
+                compared.setdefault(agent, {})[track.id] = reward
+    return compared
 
 
 def spread(rewards: Collection[float]) -> float:
@@ -119,11 +122,12 @@ def _rewards(state: State, number: int, groups: list[Group], *, ignores_truncate
     refilled = state.steps[number][-1].refilled
     total = sum(map(outcomes_of, groups), Outcomes()) + refilled
     without = sum(not has_signal(group, ignores_truncated=ignores_truncated) for group in groups)
+    compared = (compared_rewards(group, ignores_truncated=False).values() for group in groups)
     return {
         **{f"reward_{name}": reward / count for name, (count, reward) in sorted(total.rewards.items())},
         "reward": total.reward / total.answers,
         "training_reward": total.training / total.answers,
-        "reward_spread": fmean(spread(compared_rewards(group, ignores_truncated=False).values()) for group in groups),
+        "reward_spread": fmean(fmean(spread(rewards.values()) for rewards in by_agent) for by_agent in compared),
         "no_signal": (refilled.groups + without) / total.groups,
         "truncated": total.truncated / total.answers,
         "sampled_tokens": float(total.tokens),

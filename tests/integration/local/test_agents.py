@@ -253,7 +253,7 @@ def test_item_whose_agent_ends_the_process_is_named_and_the_run_goes_on(tmp_path
     state = run.wait_end(TIMEOUT_S)
     assert (state.outcome, state.step) == ("completed", steps), state.why
     dropped = json.loads((run.run.store / "audit.json").read_text())["dropped"]
-    blamed = {reason.partition(" (SHA-256")[0]: count for reason, count in dropped.items() if "SHA-256" in reason}
+    blamed = {reason.partition(" (digest")[0]: count for reason, count in dropped.items() if "(digest" in reason}
     why = "agents/0 ended 2 times right after the same call of item"
     assert blamed[f"{why} 2"] == 4
     assert blamed.keys() <= {f"{why} 1", f"{why} 2", f"{why} 3"}, "the neighbours that were at work both times, at most"

@@ -76,7 +76,7 @@ async def _main(run: RunDir, number: int) -> None:
 
     routes = EpisodeRoutes(ask, run.id, keys.secret, lambda item, evaluation: str(item))
     served = ServedRun(run.id, keys.secret, Policy(1.0), MAX_NEW, MAX_LENGTH)
-    server = EndpointServer(Endpoint(served, CHAT, ask, routes=routes.routes()).application)
+    server = EndpointServer(Endpoint(served, CHAT, ask, routes=routes.routes(), outlived=True).application)
     server.start()
     write_address(run, 0, server.base_url)
     await client.run()

@@ -16,7 +16,7 @@ from rrl.roles.trajectories.episodes.requests import (
     EpisodeTurns,
     Follow,
     GetEpisode,
-    MarkUnused,
+    MarkAnswer,
     OpenTurn,
     Turn,
     TurnOpened,
@@ -41,8 +41,8 @@ class FakeTurns:
         self.max_new: dict[int, int] = {}
         self.recorded: list[Turn] = []
         """Turns that the store would return as those of an earlier attempt."""
-        self.unused: list[tuple[int, bool]] = []
-        """The turns that the endpoint has reported as unused, and whether they were not delivered."""
+        self.marked: list[tuple[int, bool, bool]] = []
+        """What the endpoint has reported of answers: turn, whether it was delivered, and whether it was asked again."""
         self.holding: tuple[int, ...] = ()
         """The turns that the endpoint had according to its newest request."""
         self._episode_of: dict[int, int] = {}
@@ -58,8 +58,8 @@ class FakeTurns:
                 return await self.follow(turn, offset, wait)
             case EndTurn(_, turn, length):
                 return await self.end_turn(turn, length)
-            case MarkUnused(_, turn, undelivered):
-                return await self.mark_unused(turn, undelivered)
+            case MarkAnswer(_, turn, delivered, repeated):
+                return await self.mark(turn, delivered, repeated)
 
     async def get_episode(self, episode: int, holding: Sequence[int] = (), call: str = "") -> EpisodeTurns:
         with self._lock:
@@ -70,7 +70,10 @@ class FakeTurns:
                 if self._episode_of[turn.id] == episode and turn.attempt == attempt and turn.id not in holding
             )
             self.holding = tuple(holding)
-            return EpisodeTurns(attempt, turns, tuple(self.recorded))
+            fates = {turn: delivered for turn, delivered, _ in self.marked}
+            lost = (turn for turn in self.turns.values() if turn.request.startswith(f"{call}/"))
+            undelivered = tuple(turn.id for turn in lost if not fates.get(turn.id, True))
+            return EpisodeTurns(attempt, turns, tuple(self.recorded), undelivered)
 
     async def open_turn(
         self,
@@ -128,8 +131,8 @@ class FakeTurns:
             now = self.turns[turn]
             self.turns[turn] = msgspec.structs.replace(now, sampled=now.sampled[:length], finished=True)
 
-    async def mark_unused(self, turn: int, undelivered: bool) -> None:
-        self.unused.append((turn, undelivered))
+    async def mark(self, turn: int, delivered: bool, repeated: bool) -> None:
+        self.marked.append((turn, delivered, repeated))
 
     def sample(self, turn: int, *tokens: int, finished: bool = False) -> None:
         """Add durable tokens to a turn."""

@@ -33,7 +33,7 @@ from rrl.roles.trajectories.episodes.requests import (
     GetEpisode,
     LeasedEpisodes,
     LeaseEpisodes,
-    MarkUnused,
+    MarkAnswer,
     OpenEpisode,
     OpenTurn,
     PostReward,
@@ -179,10 +179,10 @@ class AgentsScript:
         for place, item in enumerate(pending):
             self._turns(item, number)
             later = number == 4 and place == 0
-            reward = None if not place else number / 8
+            reward = (None, {"planner": number / 8, "*": 0.5}, number / 8, {"coder": number / 8})[place]
             self._call(FinishEpisode(self._of(item), item.episode, item.attempt, reward, later))
             if later:
-                self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, 0.75))
+                self._call(PostReward(OTHER_AGENTS, item.episode, item.attempt, {"coder": 0.75}))
         self._score()
         bound = self._call(GetPart(TRAINER, number))
         assert isinstance(bound, PartBound)
@@ -218,7 +218,7 @@ class AgentsScript:
                 cut = self._turn(item, "cut", first, 4, (9, 5, 6), step, ends=False)
                 self._call(EndTurn(self._of(item), cut, 2))
             unused = self._turn(item, "unused", first, 4, (6, 1), step)
-            self._call(MarkUnused(self._of(item), unused, False))
+            self._call(MarkAnswer(self._of(item), unused, delivered=True, repeated=True))
             self._turn(item, "foreign", first, 4, (4, 1), step, sampling=Sampling(temperature=0.5))
 
     def _turn(
@@ -233,8 +233,9 @@ class AgentsScript:
         sampling: Sampling | None = None,
     ) -> int:
         who = self._of(item)
+        agent = "planner" if request == "first" else "coder"
         opened = self._call(
-            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash", "{}", sampling)
+            OpenTurn(who, item.episode, item.attempt, request, parent, offset, (2, 3), 4, "hash", "{}", sampling, agent)
         )
         assert isinstance(opened, TurnOpened)
         rollout = OTHER if item.episode % 2 else ROLLOUT

@@ -987,6 +987,17 @@ WRONG: list[tuple[str, str, str]] = [
     ),
     (
         "[roles.rollout]",
+        '[roles.agents]\ncommand = ["a"]\nper = "replica"\nfailed_reward = 0\n[roles.rollout]',
+        'job.toml:19: roles.agents.failed_reward: has no effect with per = "replica"; remove this key, and let the program'
+        " finish such an episode",
+    ),
+    (
+        "[roles.rollout]",
+        '[roles.agents]\nfunction = "m:f"\nfailed_reward = nan\n[roles.rollout]',
+        "job.toml:18: roles.agents.failed_reward: is nan; write a finite number",
+    ),
+    (
+        "[roles.rollout]",
         '[roles.agents]\nfunction = "m:f"\non_death = "reply"\n[roles.rollout]',
         'job.toml:18: roles.agents.on_death: must be "replay", "again" or "drop", not "reply"; did you mean "replay"?',
     ),

@@ -14,7 +14,8 @@ from rrl.core.run_spec import AgentsSettings
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.roles.agents.attempts import FAULTS_WINDOW, AgentContext, Attempts
 from rrl.roles.agents.user_program import ProgramFailed
-from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.models.rewards import REWARD, Reward
+from rrl.roles.trajectories.client import FencedAttempt, NoAnswer, WrongArgument
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, FailAttempt, FinishEpisode
 
 DEADLINE_S = 60.0
@@ -31,16 +32,27 @@ class RecordedResults:
     """A replacement for the store that records how attempts end."""
 
     def __init__(self) -> None:
-        self.finished: list[tuple[int, int, float | None]] = []
+        self.finished: list[tuple[int, int, Reward | None]] = []
         self.later: list[bool] = []
         self.failed: list[tuple[int, int, str]] = []
         self.fenced = False
+        self.refuses = ""
+        self.no_answer = False
+        self.scored_failures: list[tuple[int, int, Reward | None]] = []
 
     async def __call__(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         match kind(WHO, *arguments, **named):
+            case FinishEpisode(_, episode, attempt, reward, _, True):
+                if self.fenced:
+                    raise FencedAttempt("a later attempt is made")
+                if self.no_answer:
+                    raise NoAnswer("the agent has no answer")
+                self.scored_failures.append((episode, attempt, reward))
             case FinishEpisode(_, episode, attempt, reward, later):
                 if self.fenced:
                     raise FencedAttempt("a later attempt is made")
+                if self.refuses:
+                    raise WrongArgument(self.refuses)
                 self.finished.append((episode, attempt, reward))
                 self.later.append(later)
             case FailAttempt(_, episode, attempt, why):
@@ -59,9 +71,10 @@ def play(
     episodes: int = 1,
     timeout: float = 1e3,
     reward_timeout: float | None = None,
+    failed_reward: float | None = None,
 ) -> Attempts:
     """Make the first attempt at each of some episodes, one after the other, and return once all have ended."""
-    settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout)
+    settings = AgentsSettings("m:f", timeout=timeout, reward_timeout=reward_timeout, failed_reward=failed_reward)
     context = AgentContext(agent, settings, item_text, HERE.parent)
 
     async def main() -> Attempts:
@@ -93,10 +106,18 @@ def test_an_agent_gets_item_url_and_key_and_its_reward_is_recorded_once() -> Non
 
 
 @pytest.mark.parametrize(
-    ("returned", "reward"), [(None, None), (True, 1.0), (2, 2.0), (numpy.float32(0.5), 0.5), (numpy.array(0.5), 0.5)]
+    ("returned", "reward"),
+    [
+        (None, None),
+        (True, 1.0),
+        (2, 2.0),
+        (numpy.float32(0.5), 0.5),
+        (numpy.array(0.5), 0.5),
+        ({"planner": 1, "*": numpy.float32(0.5)}, {"planner": 1.0, "*": 0.5}),
+    ],
 )
 def test_returned_number_is_the_reward_and_none_leaves_the_reward_to_the_task(
-    returned: object, reward: float | None
+    returned: object, reward: Reward | None
 ) -> None:
     async def agent(*_: str) -> object:
         return returned
@@ -117,7 +138,9 @@ def test_an_episode_without_a_reward_waits_for_one_if_the_job_gives_it_time(retu
     assert (scored.later, waits.later) == ([False], [returned is None])
 
 
-@pytest.mark.parametrize("returned", ["much", "1", math.nan, math.inf, [1], 10**400, 1j])
+@pytest.mark.parametrize(
+    "returned", ["much", "1", math.nan, math.inf, [1], 10**400, 1j, {}, {"a": None}, {1: 1.0}, {"\ud800": 1.0}]
+)
 def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(returned: object) -> None:
     async def agent(*_: str) -> object:
         return returned
@@ -125,7 +148,19 @@ def test_returned_value_other_than_a_finite_number_or_none_fails_the_attempt(ret
     store = RecordedResults()
     play(agent, store)
     assert store.finished == []
-    assert "return the reward, a finite number, or None" in store.failed[0][2]
+    assert f"return the reward, {REWARD}, or None" in store.failed[0][2]
+
+
+def test_rewards_by_name_that_the_store_refuses_fail_the_attempt_as_a_fault_of_the_agent() -> None:
+    async def agent(*_: str) -> object:
+        return {"plannr": 1.0}
+
+    store = RecordedResults()
+    store.refuses = "the reward of episode 0 has ['plannr']"
+    attempts = play(agent, store, episodes=1 + FAULTS_WINDOW // 2)
+    assert store.finished == []
+    assert store.failed[0] == (0, 1, store.refuses)
+    assert isinstance(attempts.error, WrongArgument), "a misspelt name in every attempt does not end the process"
 
 
 def test_exception_fails_the_attempt_with_its_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +233,7 @@ def test_returned_value_that_ends_the_program_fails_only_its_own_attempt() -> No
 
     store = RecordedResults()
     assert play(agent, store).error is None
-    assert "return the reward, a finite number, or None" in store.failed[0][2]
+    assert f"return the reward, {REWARD}, or None" in store.failed[0][2]
 
 
 def test_failures_of_attempts_that_the_store_has_ended_are_no_faults_of_the_agent() -> None:
@@ -254,3 +289,56 @@ def test_cancelled_attempts_are_reported_nowhere() -> None:
 
     attempts = asyncio.run(main())
     assert (store.finished, store.failed, attempts.episodes, attempts.error) == ([], [], (), None)
+
+
+# ── failed_reward ────────────────────────────────────────────────────────────────────────────────────────────────────
+def raises(error: BaseException) -> Callable[[str, str, str], Awaitable[Any]]:
+    async def agent(*_: str) -> float:
+        raise error
+
+    return agent
+
+
+@pytest.mark.parametrize("error", [ValueError("cut answer"), ProgramFailed("codex ended with exit code 1", False)])
+def test_attempt_that_its_own_code_ended_gets_the_jobs_reward_and_is_no_fault(error: Exception) -> None:
+    store = RecordedResults()
+    attempts = play(raises(error), store, FAULTS_WINDOW, failed_reward=-1.0)
+    assert store.scored_failures == [(episode, 1, -1.0) for episode in range(FAULTS_WINDOW)]
+    assert (store.failed, store.finished, attempts.error) == ([], [], None)
+    assert str(error) in attempts.note
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("proxy"), ProgramFailed("codex ended with signal 9", True)])
+def test_attempt_that_something_outside_of_its_code_ended_is_never_scored(error: Exception) -> None:
+    store = RecordedResults()
+    play(raises(error), store, failed_reward=-1.0)
+    assert (store.scored_failures, len(store.failed)) == ([], 1)
+
+
+def test_attempt_that_takes_too_long_or_returns_no_reward_is_never_scored() -> None:
+    async def waits(*_: str) -> float:
+        await asyncio.sleep(DEADLINE_S)
+        return 1.0
+
+    async def returns(*_: str) -> str:
+        return "much"
+
+    store = RecordedResults()
+    play(waits, store, timeout=0.01, failed_reward=-1.0)
+    play(returns, store, failed_reward=-1.0)
+    assert (store.scored_failures, len(store.failed)) == ([], 2)
+
+
+def test_attempt_without_an_answer_fails_with_its_own_reason_and_counts_as_a_fault() -> None:
+    store = RecordedResults()
+    store.no_answer = True
+    attempts = play(raises(ValueError("broken")), store, FAULTS_WINDOW, failed_reward=0.0)
+    assert isinstance(attempts.error, ValueError)
+    assert all("broken" in why for _, _, why in store.failed)
+
+
+def test_failure_of_an_attempt_that_is_over_is_never_scored() -> None:
+    store = RecordedResults()
+    store.fenced = True
+    play(raises(ValueError("broken")), store, failed_reward=0.0)
+    assert (store.scored_failures, store.failed) == ([], [])

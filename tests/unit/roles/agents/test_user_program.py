@@ -94,11 +94,16 @@ def test_file_of_another_user_in_place_of_codexs_folder_fails_the_attempt_as_no_
         ("", None),
         ("import sys\nprint(0.5)\nprint(0.75, file=sys.stderr)", 0.5),
         ("print('x' * 10**6)\nprint(-2)", -2.0),
+        ('print(\'{"planner": 0.5, "*": 1}\')', {"planner": 0.5, "*": 1}),
+        (
+            "import json\nprint(json.dumps({f'{n:0>200}': 1.0 for n in range(64)}))",
+            {f"{n:0>200}": 1.0 for n in range(64)},
+        ),
+        ("print('{}')", {}),
+        ("print('{planner: 1}')", None),
     ],
 )
-def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(
-    tmp_path: Path, source: str, reward: float | None
-) -> None:
+def test_the_last_line_of_stdout_is_the_reward_if_it_is_a_number(tmp_path: Path, source: str, reward: object) -> None:
     assert run(tmp_path, source) == reward
 
 

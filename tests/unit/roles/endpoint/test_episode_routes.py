@@ -162,6 +162,22 @@ def test_reward_may_be_posted_after_the_end_of_the_episode(outside: Outside, ope
     assert outside.end(opened, "reward", {"reward": 1}) == 200
 
 
+def test_rewards_by_name_are_given_at_the_end_or_later(outside: Outside) -> None:
+    first, second = outside.open(), outside.open()
+    outside.answer(first)
+    status, replied = outside.post("/rrl/v1/episodes/finish", first["api_key"], {"rewards": {"ayn": 1.0}})
+    assert (status, replied["error"]["code"]) == (400, "refused")
+    assert "['ayn'], the model name of no call that is trained, but not ['any']" in replied["error"]["message"]
+    for _ in range(2):
+        assert outside.end(first, "finish", {"rewards": {"any": 0.5}}) == 200
+    assert outside.end(first, "finish", {"rewards": {"any": 0.25}}) == 400
+    outside.answer(second)
+    assert outside.end(second, "finish", {"later": True}) == 200
+    assert outside.end(second, "reward", {"rewards": {"*": 1}}) == 200
+    scores = [track.score for track in outside.store._state.trajectories.values() if track.score is not None]
+    assert [score.agents for score in scores] == [{"any": 0.5}, {"any": 1.0}]
+
+
 def test_a_failed_attempt_ends_the_episode_and_its_key(outside: Outside, opened: Any) -> None:
     outside.answer(opened)
     assert outside.end(opened, "fail", {"why": "the sandbox is gone"}) == 200
@@ -185,6 +201,11 @@ def test_missing_episode_is_answered_with_the_time_to_repeat_the_request(
         ("finish", {"later": 1}, "later"),
         ("finish", {"later": True, "reward": 1.0}, "later"),
         ("finish", {"rewards": 1.0}, "rewards"),
+        ("finish", {"rewards": {}}, "rewards"),
+        ("finish", {"rewards": {"any": True}}, "rewards"),
+        ("finish", {"rewards": {"any": 1.0}, "reward": 1.0}, "rewards"),
+        ("finish", {"rewards": {"any": 1.0}, "later": True}, "later"),
+        ("reward", {"rewards": {f"name {place}": 1.0 for place in range(65)}}, "rewards"),
         ("reward", {}, "reward"),
         ("fail", {}, "why"),
         ("fail", {"why": 3}, "why"),

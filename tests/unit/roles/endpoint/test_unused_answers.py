@@ -44,10 +44,10 @@ def test_answer_of_which_the_agent_got_nothing_is_reported(scene: Scene, stream:
         with pytest.raises(openai.APITimeoutError):  # KEEP_ALIVE_S is longer, so that nothing arrives
             chat.create(model="any", messages=USER)
         turn = scene.wait_opened(1)
-    wait_until(lambda: (turn.id, True) in scene.turns.unused)
+    wait_until(lambda: (turn.id, False, False) in scene.turns.marked)
     scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
     wait_until(lambda: idle(scene))
-    assert scene.turns.unused == [(turn.id, True)]
+    assert scene.turns.marked == [(turn.id, False, False)]
 
 
 def test_answer_is_undelivered_until_its_end_was_written(scene: Scene) -> None:
@@ -57,7 +57,7 @@ def test_answer_is_undelivered_until_its_end_was_written(scene: Scene) -> None:
     assert next(reply).choices[0].delta.content == "1"
     reply.close()
     wait_until(lambda: idle(scene))
-    assert scene.turns.unused == [(turn.id, True)]
+    assert scene.turns.marked == [(turn.id, False, False)]
 
 
 def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> None:
@@ -65,7 +65,7 @@ def test_answer_to_a_call_that_is_made_again_is_reported_once(scene: Scene) -> N
     for _ in range(3):
         scene.create()
     wait_until(lambda: idle(scene))
-    assert scene.turns.unused == [(turn.id, False) for turn in scene.opened[:2]]
+    assert scene.turns.marked == [(turn.id, True, True) for turn in scene.opened[:2]]
 
 
 def test_several_answers_at_the_same_time_are_all_used(scene: Scene) -> None:
@@ -83,7 +83,7 @@ def test_several_answers_at_the_same_time_are_all_used(scene: Scene) -> None:
     scene.answers("1")
     scene.create([{"role": "user", "content": "8"}], n=4)
     wait_until(lambda: idle(scene))
-    assert scene.turns.unused == []
+    assert scene.turns.marked == []
 
 
 def test_answer_that_a_repeated_call_gets_is_not_reported_after_it(scene: Scene) -> None:
@@ -100,4 +100,4 @@ def test_answer_that_a_repeated_call_gets_is_not_reported_after_it(scene: Scene)
     assert "".join(part.choices[0].delta.content for part in streams[1]) == "1"
     streams[0].close()
     wait_until(lambda: idle(scene))
-    assert (len(scene.opened), scene.turns.unused) == (1, [])
+    assert (len(scene.opened), scene.turns.marked) == (1, [])

@@ -666,6 +666,19 @@ def test_samples_of_an_episode_share_its_advantage() -> None:
     assert _gradient_distance(one, other) < 1e-5
 
 
+def test_rewards_are_compared_with_those_of_the_same_agent_and_count_once_for_each_episode() -> None:
+    first, last = _episode(((2,), (3, 5), ()))
+    rewards = {(0, "a"): 1.0, (0, "b"): 5.0, (1, "a"): 3.0, (1, "b"): 5.0, (1, "c"): 9.0}
+    samples = [
+        msgspec.structs.replace(last if episode else first, training=reward, agent=agent)
+        for (episode, agent), reward in rewards.items()
+        for _ in range(1 + episode)
+    ]
+    apart = [msgspec.structs.replace(each, id=9, group=7, training=-1.0) for each in samples[:1]]
+    student = harness.learner(advantage_std=False)
+    assert student._advantages([*samples, *apart]).tolist() == [-1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_optimizer_in_host_memory_gives_the_same_bits() -> None:
     there, here = harness.learner(offload_optimizer=True), harness.learner()
     for student in (there, here):

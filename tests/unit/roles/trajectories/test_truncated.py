@@ -10,7 +10,7 @@ import pytest
 
 from rrl.roles.trajectories.durable.log import Log
 from rrl.roles.trajectories.durable.records import pack, pack_tokens
-from rrl.roles.trajectories.episodes.requests import EndTurn, MarkUnused
+from rrl.roles.trajectories.episodes.requests import EndTurn, MarkAnswer
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done
@@ -64,7 +64,7 @@ def test_sample_of_an_episode_is_marked_if_an_answer_in_it_was_cut(tmp_path: Pat
     sample(store, number, CUT)
     assert answer(store, EndTurn(AGENTS, number, 3)) == Done()  # at a stop text
     unused = turn(store, stopped, (2, 3, 3), CUT)
-    assert answer(store, MarkUnused(AGENTS, unused, True)) == Done()
+    assert answer(store, MarkAnswer(AGENTS, unused, False)) == Done()
     for item in (ended, cut, branched, stopped):
         finish(store, item)
     if restarts:

@@ -19,6 +19,7 @@ from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import RunSpec
 from rrl.core.types import Version
 from rrl.roles.launcher.end_report import Misuse
+from rrl.roles.models.rewards import REWARD
 from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import AttemptFailed, EpisodeFinished, decode
@@ -242,8 +243,9 @@ def test_replaced_process_cannot_end_an_episode(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("reward", "later", "problem"),
     [
-        (float("nan"), False, "the reward is nan; give a finite number, or None"),
-        ("much", False, "the reward is 'much'; give a finite number, or None"),
+        (float("nan"), False, f"the reward is nan; give {REWARD}, or None"),
+        ("much", False, f"the reward is 'much'; give {REWARD}, or None"),
+        ({"planner": None}, False, f"the reward is {{'planner': None}}; give {REWARD}, or None"),
         (1.0, True, "got a reward and later=True; give only one of them"),
     ],
 )
@@ -258,3 +260,24 @@ def test_invalid_reward_is_one_line(scene: Scene, reward: float, later: bool, pr
         assert await played.tells() == f"finish(): {problem}"
 
     play_program(scene, program, then)
+
+
+def test_episode_whose_rewards_by_name_are_refused_can_be_finished_with_others(scene: Scene) -> None:
+    def program(me: Worker, reported: queue.Queue[object]) -> None:
+        for episode in me.episodes(at_most=1):
+            client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+            try:
+                client.chat.completions.create(model="planner", messages=[{"role": "user", "content": "?"}])
+            except openai.APIConnectionError:
+                continue
+            with pytest.raises(ValueError, match=r"has .'plannr'., .* but not .'planner'."):
+                episode.finish({"plannr": 0.5})
+            reported.put(episode.finish({"planner": 0.5}))
+
+    async def then(played: Played) -> None:
+        (turn,) = await eventually(lambda: lease(played.store, ROLLOUT), "a turn")
+        sample(played.store, turn.trajectory, [5, 1])
+        assert await played.tells() is True
+
+    play_program(scene, program, then)
+    assert [record.reward for record in records(scene, EpisodeFinished)] == [{"planner": 0.5}]

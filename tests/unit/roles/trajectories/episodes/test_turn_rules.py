@@ -14,7 +14,7 @@ from rrl.roles.trajectories.episodes.requests import (
     EpisodeItem,
     FinishEpisode,
     Follow,
-    MarkUnused,
+    MarkAnswer,
     OpenTurn,
     TurnOpened,
 )
@@ -309,7 +309,8 @@ def test_follower_of_a_turn_that_ends_without_further_tokens_reads_its_end(store
 
 # ── answers that were not used ───────────────────────────────────────────────────────────────────────────────────────
 def _mark(store: Store, number: int, *, undelivered: bool = False, who: Incarnation = AGENTS) -> None:
-    assert answer(store, MarkUnused(who, number, undelivered)) == Done()
+    """Report that an answer was not delivered or, by default, that the agent has asked for it again."""
+    assert answer(store, MarkAnswer(who, number, not undelivered, not undelivered)) == Done()
 
 
 def test_unused_answer_is_counted_and_neither_trained_nor_scored(
@@ -383,7 +384,7 @@ def test_episode_whose_only_answer_was_not_used_has_no_answer(tmp_path: Path) ->
     _mark(store, turn(store, item, (2,), (5, 1)), undelivered=True)
     finish(store, item)
     assert store.audit().dropped == {NO_ANSWER: GROUP}
-    refused = answer(store, MarkUnused(AGENTS, 2**40, True))
+    refused = answer(store, MarkAnswer(AGENTS, 2**40, False))
     assert is_over(refused)
 
 
