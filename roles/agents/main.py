@@ -7,11 +7,15 @@ run in a thread of their own.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import rrl
 
+from ..endpoint.key import decode_key
 from ..endpoint.loopback import LoopbackEndpoint
 from ..launcher.end_report import exits_on_invalid_config
 from ..models.chat import open_chat
@@ -88,6 +92,14 @@ async def _run(me: rrl.Worker, context: AgentContext, endpoint: LoopbackEndpoint
         raise attempts.error
 
 
+def _codex_home(me: rrl.Worker, api_key: str) -> Path:
+    """Return the folder of Codex for a key: one for each episode of each run, the same on every node."""
+    key = decode_key(api_key, me.run_dir.id, me.keys.secret)
+    assert key is not None, "the endpoint of this process has issued the key"
+    run = hashlib.sha256(bytes(me.run_dir.path)).hexdigest()[:12]  # another user's run may have the same name
+    return Path(tempfile.gettempdir(), f"rrl-codex-{run}-{key.episode}")
+
+
 def main() -> None:
     """Join the run, serve the endpoint, and run agents until a stop is requested."""
     me = rrl.join()
@@ -100,7 +112,7 @@ def main() -> None:
         agent = (
             load_agent(job.agents.function, folder)
             if job.agents.function is not None
-            else program_agent(job.agents.command or (), folder)
+            else program_agent(job.agents.command or (), folder, partial(_codex_home, me))
         )
     with me:
         context = AgentContext(agent, job.agents, item_text, folder)

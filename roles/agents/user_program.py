@@ -1,7 +1,8 @@
 """The user's agent as a program: ``[roles.agents] command``, which is started once for each attempt.
 
-The program needs no code for rrl: OpenAI's clients read the endpoint and its key from environment variables, the text
-of the item is in ``RRL_ITEM``, and the program prints the reward.
+The program needs no code for rrl: the clients of OpenAI and Anthropic read the endpoint and its key from environment
+variables, Codex reads them from a folder that is made for the attempt, the text of the item is in ``RRL_ITEM``, and the
+program prints the reward.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +25,20 @@ ITEM_ENV = "RRL_ITEM"
 """Environment variable with the text of the item."""
 TEMPORARY_FAILURE = os.EX_TEMPFAIL
 """Exit code with which a program reports that something outside of it has failed (sysexits.h)."""
+_KEY_VARIABLES = "OPENAI_API_KEY", "CODEX_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"
+"""Environment variables from which clients read a key. All are set, so that no client calls a provider with a key of
+the user's shell."""
+_CODEX_CONFIG = """\
+model = "policy"
+model_provider = "rrl"
+[model_providers.rrl]
+name = "rrl"
+base_url = {}
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+"""Settings of Codex, which ignores ``OPENAI_BASE_URL``. It knows no model of this name; for a model that it knows, it
+would offer another tool instead of a shell."""
 _TAIL_BYTES = 2**15
 """Number of bytes kept from the end of each output. The last line of stdout is the reward, and the last line of stderr
 is the reason of a failure."""
@@ -45,7 +61,23 @@ class ProgramFailed(Exception):
         self.environmental = environmental
 
 
-def program_agent(command: Sequence[str], folder: Path) -> Agent:
+def program_environment(base_url: str, api_key: str, codex_home: Path) -> dict[str, str]:
+    """Return the environment variables by which clients find the endpoint.
+
+    Args:
+        base_url: Base URL for OpenAI's clients, which ends with ``/v1``.
+        api_key: The key of the attempt.
+        codex_home: The folder in which Codex finds its settings.
+    """
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "CODEX_HOME": str(codex_home),
+        **dict.fromkeys(_KEY_VARIABLES, api_key),
+    }
+
+
+def program_agent(command: Sequence[str], folder: Path, codex_home: Callable[[str], Path]) -> Agent:
     """Return an agent that starts a command for each attempt, and kills the command's process group after the attempt.
 
     The agent returns the last line of stdout, a number or a JSON object of rewards by name, or None if that line is
@@ -54,10 +86,20 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
     Args:
         command: The program and its arguments.
         folder: Folder of job.toml, in which the program runs.
+        codex_home: Returns for a key the folder that Codex uses in the attempt, which is made and removed. Codex writes
+            its path into a conversation, so every attempt at an episode must have the same one to be replayed.
     """
 
     async def run(item: str, base_url: str, api_key: str) -> Any:
-        process = _start(command, folder, {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, ITEM_ENV: item})
+        home = codex_home(api_key)
+        await asyncio.to_thread(_make_codex_home, home, base_url)
+        try:
+            return await _run(item, program_environment(base_url, api_key, home))
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+    async def _run(item: str, environment: dict[str, str]) -> Any:
+        process = _start(command, folder, environment | {ITEM_ENV: item})
         assert process.stdout is not None
         assert process.stderr is not None
         output, errors = _Tail(process.stdout), _Tail(process.stderr)
@@ -77,6 +119,16 @@ def program_agent(command: Sequence[str], folder: Path) -> Agent:
         return _result(printed)
 
     return run
+
+
+def _make_codex_home(home: Path, base_url: str) -> None:
+    """Make the folder in which Codex finds the endpoint, in place of one that an attempt on this node has left."""
+    shutil.rmtree(home, ignore_errors=True)
+    try:
+        home.mkdir(mode=0o700)  # refused if another user has made a file or link of this name in /tmp
+        (home / "config.toml").write_text(_CODEX_CONFIG.format(json.dumps(base_url)))
+    except OSError as error:
+        raise ProgramFailed(f"the folder for Codex cannot be made: {error}", environmental=True) from None
 
 
 def _start(command: Sequence[str], folder: Path, given: dict[str, str]) -> subprocess.Popen[bytes]:

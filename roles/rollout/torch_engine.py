@@ -20,13 +20,13 @@ import rrl
 
 from ...core.types import Incarnation, Version
 from ..launcher.end_report import Diverged
+from ..models.hf_tokenizer import FolderTokenizer
 from ..models.policy import load_weights, log_probs, materialise
 from ..models.tensors import assigned_device
 from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
 from .engine import IN_USE_TEXT, Engine, Sampling, StepOutput, sampling_of
-from .foreign_sampling import GREEDY, next_token
-from .masks import Mask, Masks
+from .foreign_sampling import GREEDY, Mask, Masks, next_token
 
 _log = logging.getLogger("rrl.rollout")
 
@@ -51,7 +51,7 @@ def prepare(me: rrl.Worker, model: nn.Module, tokenizer: Tokenizer) -> Callable[
             seed=seed,
             sampling=sampling,
             lease=me.rollout.lease,
-            masks=Masks(tokenizer),
+            masks=Masks(tokenizer) if isinstance(tokenizer, FolderTokenizer) else None,
         )
 
     return build

@@ -103,36 +103,21 @@ def read_tool_choice(given: Any, offered: Collection[str], *, refused: bool) -> 
         return ToolChoice(may_call=True)
     if refused:
         raise unsupported("tool_choice", given, _REFUSED)
-    must_call, named = True, tuple[Any, ...]()
-    if kind in ("function", "custom", "tool"):
-        named = (table,)
-    elif kind == "allowed_tools":
-        table = table.get("allowed_tools", table)
-        named, must_call = _tools_of(table), table.get("mode") == "required"
-    elif kind not in ("required", "any"):
+    must_call, named = True, [table] if kind in ("function", "custom", "tool") else []
+    if not named and kind not in ("required", "any", "allowed_tools"):
         raise unsupported("tool_choice", given, "the kinds are auto, none, required (any), one tool, and allowed_tools")
-    names = tuple(map(_name_of, named))
+    try:
+        if kind == "allowed_tools":
+            table = table.get(kind, table)
+            named, must_call = table["tools"], table["mode"] == "required"
+        names = tuple(tool.get(tool.get("type"), tool)["name"] for tool in named)  # chat has a table inside a table
+    except (AttributeError, KeyError, TypeError):
+        raise wrong("tool_choice", "must give the `name` of each tool; allowed_tools has `mode` and `tools`") from None
     if not offered:
         raise wrong("tool_choice", "demands a call, but the request offers no tools")
     if unknown := [name for name in names if name not in offered]:
         raise wrong("tool_choice", f"names {unknown[0]!r}, which is none of the tools that the request offers")
     return ToolChoice(True, must_call, names)
-
-
-def _tools_of(table: Any) -> tuple[Any, ...]:
-    tools = table.get("tools") if isinstance(table, dict) else None
-    if not isinstance(tools, list) or not tools or table.get("mode") not in ("auto", "required"):
-        raise wrong("tool_choice", 'allowed_tools needs `mode` ("auto" or "required") and a list of `tools`')
-    return tuple(tools)
-
-
-def _name_of(tool: Any) -> str:
-    """Return the name of a tool, which only chat writes into a table of its own."""
-    holder = tool.get(tool.get("type"), tool) if isinstance(tool, dict) else {}
-    name = holder.get("name") if isinstance(holder, dict) else None
-    if not isinstance(name, str):
-        raise wrong("tool_choice", "must give the `name` of each tool")
-    return name
 
 
 def asked(messages: Sequence[Message], constraint: Constraint, *, has_tools: bool) -> tuple[Message, ...]:
@@ -151,8 +136,8 @@ def asked(messages: Sequence[Message], constraint: Constraint, *, has_tools: boo
         return (Message(SYSTEM, text), *messages)
     last = messages[count - 1]
     joined = "\n\n".join(filter(None, (last.content, text)))
-    told = replace(last, content=joined, parts=(*last.parts, text) if last.parts else ())
-    return (*messages[: count - 1], told, *messages[count:])
+    longer = replace(last, content=joined, parts=(*last.parts, text) if last.parts else ())
+    return (*messages[: count - 1], longer, *messages[count:])
 
 
 def _sentence(constraint: Constraint, has_tools: bool) -> str:

@@ -105,10 +105,10 @@ class MessagesWriter:
 def messages_error(error: ApiError) -> dict[str, Any]:
     """Return the body of an error."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = error.body["error"]
+    content = error.body["error"]
     # Claude Code knows by these words that it must shorten the conversation.
-    begin = "prompt is too long: " if told["code"] == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": begin + str(told["message"])}}
+    begin = "prompt is too long: " if content["code"] == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": begin + str(content["message"])}}
 
 
 def _blocks(shown: Message) -> list[dict[str, Any]]:

@@ -85,8 +85,8 @@ class Preparation:
         """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""
         try:
             chat = self._chat.with_tools(call.tools) if call.tools else self._chat
-            asks = Constraint.decode(call.constraint)
-            return AskedChat(chat, asks, has_tools=bool(call.tools)) if call.constraint else chat
+            constraint = Constraint.decode(call.constraint)
+            return AskedChat(chat, constraint, has_tools=bool(call.tools)) if call.constraint else chat
         except ToolsUnsupported as error:
             raise ApiError(400, f"tools: {error}", code="unsupported_value", param="tools") from None
         except ValueError as error:
@@ -100,7 +100,7 @@ class Preparation:
         key = key_of(constraint, call.wire)
         try:
             grammar = grammar_of(constraint, call.tools if call.may_call else "", chat)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise wrong(key, f'{error}; with [roles.endpoint] constraints = "ask" such a call is served') from None
         if problem := compile_problem(grammar):
             raise wrong(key, f"it cannot be enforced: {problem}")

@@ -1049,8 +1049,8 @@ WRONG: list[tuple[str, str, str]] = [
     (
         'pieces = "0123456789+= "\n',
         'pieces = "01"\nchat = { user = "{content}" }\n[roles.agents]\nfunction = "m:f"\n'
-        '[roles.endpoint]\nreplicas = 0\nconstraints = "enforce"\n[rollouts.more]\nengine = "vllm"\n',
-        "job.toml:16: roles.endpoint.constraints: vLLM needs the tokenizer of [model] path to enforce; set path, or ask",
+        '[roles.endpoint]\nreplicas = 0\nconstraints = "enforce"\n',
+        'job.toml:16: roles.endpoint.constraints: an engine needs the tokenizer of a folder to enforce; write "ask"',
     ),
     (
         'pieces = "0123456789+= "\n',

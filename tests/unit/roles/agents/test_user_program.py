@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ from rrl.tests.support.listening_manager import wait_until
 
 DEADLINE_S = 60.0
 """Time limit in seconds, which only a broken build reaches."""
+GIVEN = "import json, os\njson.dump(dict(os.environ), open('given.json', 'w'))\n"
+"""A program that writes down its environment."""
+
+
+def home_in(folder: Path) -> Callable[[str], Path]:
+    return lambda key: folder / f"codex-{key}"
 
 
 def run(folder: Path, source: str, item: str = "an item") -> float | None:
@@ -21,7 +29,7 @@ def run(folder: Path, source: str, item: str = "an item") -> float | None:
     (folder / "program.py").write_text(source)
 
     async def main() -> float | None:
-        agent = program_agent([sys.executable, "program.py"], folder)
+        agent = program_agent([sys.executable, "program.py"], folder, home_in(folder))
         async with asyncio.timeout(DEADLINE_S):
             result: float | None = await agent(item, "http://b/v1", "key")
             return result
@@ -30,10 +38,51 @@ def run(folder: Path, source: str, item: str = "an item") -> float | None:
 
 
 def test_program_gets_item_url_and_key_in_its_environment_and_starts_in_the_jobs_folder(tmp_path: Path) -> None:
-    names = ["OPENAI_BASE_URL", "OPENAI_API_KEY", "RRL_ITEM"]
-    source = f"import json, os\njson.dump([os.environ[name] for name in {names}], open('given.json', 'w'))\n"
-    run(tmp_path, source, "several\nlines")
-    assert json.loads((tmp_path / "given.json").read_text()) == ["http://b/v1", "key", "several\nlines"]
+    run(tmp_path, GIVEN, "several\nlines")
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert {name: given[name] for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "RRL_ITEM")} == {
+        "OPENAI_BASE_URL": "http://b/v1",
+        "ANTHROPIC_BASE_URL": "http://b",
+        "RRL_ITEM": "several\nlines",
+    }
+
+
+def test_keys_of_the_users_shell_are_replaced_by_the_key_of_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("OPENAI_API_KEY", "CODEX_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+    for name in names:
+        monkeypatch.setenv(name, "real")
+    run(tmp_path, GIVEN)
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert [given[name] for name in names] == ["key"] * 4
+
+
+def test_codex_gets_a_folder_with_the_address_that_is_new_in_each_attempt_and_gone_after_it(tmp_path: Path) -> None:
+    home = home_in(tmp_path)("key")
+    home.mkdir()
+    (home / "left").touch()  # by an attempt whose process was killed
+    source = (
+        "import os, pathlib, shutil\nhome = pathlib.Path(os.environ['CODEX_HOME'])\n"
+        "assert os.listdir(home) == ['config.toml'] and home.stat().st_mode & 0o77 == 0\n"
+        "shutil.copy(home / 'config.toml', 'seen.toml')\nprint(1)"
+    )
+    assert run(tmp_path, source) == 1.0
+    seen = tomllib.loads((tmp_path / "seen.toml").read_text())
+    provider = seen["model_providers"][seen["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == ("http://b/v1", "responses")
+    assert not home.exists()
+
+
+def test_file_of_another_user_in_place_of_codexs_folder_fails_the_attempt_as_no_fault_of_the_agent(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    home_in(tmp_path)("key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ProgramFailed, match="the folder for Codex cannot be made") as raised:
+        run(tmp_path, "")
+    assert raised.value.environmental
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +127,7 @@ def test_nonzero_exit_is_a_failure_with_the_last_line_of_stderr(
 
 def test_program_that_cannot_be_started_is_a_failure_that_states_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ProgramFailed, match="no-such-program cannot be started: ") as raised:
-        asyncio.run(program_agent(["no-such-program"], tmp_path)("i", "u", "k"))  # type: ignore[arg-type]
+        asyncio.run(program_agent(["no-such-program"], tmp_path, home_in(tmp_path))("i", "u", "k"))  # type: ignore[arg-type]
     assert not raised.value.environmental
     with pytest.raises(ProgramFailed, match=r"cannot be started: .*null byte"):
         run(tmp_path, "", "\0")
@@ -105,7 +154,7 @@ async def test_cancelled_attempt_ends_the_program_and_its_children(tmp_path: Pat
     (tmp_path / "program.py").write_text(ENDLESS)
     pids = tmp_path / "pids"
 
-    agent = program_agent([sys.executable, "program.py"], tmp_path)
+    agent = program_agent([sys.executable, "program.py"], tmp_path, home_in(tmp_path))
     attempt = asyncio.ensure_future(agent("i", "u", "k"))
     async with asyncio.timeout(DEADLINE_S):
         while not pids.exists():

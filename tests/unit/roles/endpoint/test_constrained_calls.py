@@ -40,6 +40,13 @@ def _tool(name: str = "measure") -> Any:
     return {"type": "function", "function": {"name": name, "parameters": _SCHEMA}}
 
 
+def _nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tool_folders.make(tmp_path_factory.mktemp("model"))
@@ -69,7 +76,7 @@ def _context(scene: Scene, number: int) -> str:
 
 
 # ── ask ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_prompt_asks_for_the_schema_and_the_answer_is_trained(scene: Scene) -> None:
+def test_the_prompt_has_the_schema_and_the_answer_is_trained(scene: Scene) -> None:
     reply = scene.create(_USER, response_format=_FORMAT).choices[0].message
     asked = f"Answer with nothing but JSON that conforms to this JSON schema: {_ENCODED}"
     assert _context(scene, 0) == (
@@ -113,7 +120,7 @@ def test_another_constraint_within_a_conversation_is_a_branch(scene: Scene) -> N
         ),
     ],
 )
-def test_the_prompt_asks_for_a_tool_call_in_the_system_part(scene: Scene, choice: Any, sentence: str) -> None:
+def test_the_prompt_demands_a_tool_call_in_the_system_part(scene: Scene, choice: Any, sentence: str) -> None:
     scene.answers('<tool_call>\n{"name": "weigh", "arguments": {"length": 1}}\n</tool_call>')
     tools = [_tool(), _tool("weigh")]
     reply = scene.create(_USER, tools=tools, tool_choice=choice).choices[0]
@@ -138,7 +145,7 @@ def _samples(scene: Scene, number: int) -> str:
     """Return the text of an answer that the mask of a turn allows, of its first tokens where there is a choice."""
     import torch
 
-    from rrl.roles.rollout.masks import Masks
+    from rrl.roles.rollout.foreign_sampling import Masks
 
     sampling = scene.opened[number].sampling
     assert sampling is not None
@@ -194,6 +201,8 @@ def test_an_answer_of_a_schema_may_also_call_a_tool(enforcing: Scene) -> None:
         ({"$ref": "#/$defs/missing"}, "missing"),
         ({"type": "string", "pattern": "("}, "regex"),
         ({"enum": ["a" * 2**17]}, "at most 131072"),
+        (_nested(200), "recursion"),
+        (_nested(900), "recursion"),
     ],
 )
 def test_a_schema_that_no_engine_can_enforce_is_refused_in_one_line(
@@ -232,11 +241,11 @@ def test_a_job_may_override_the_sampling_of_its_agents(folder: Path, caplog: pyt
     caplog.set_level(logging.INFO, "rrl.endpoint")
     for scene in _served(folder, foreign="override"):
         scene.create(_USER, temperature=0.3, top_p=0.9)
-        scene.create(_USER, seed=3)
+        scene.create(_USER, temperature=0.4)
         assert [turn.sampling for turn in scene.opened] == [None, None]
         with pytest.raises(openai.BadRequestError):
             scene.create(_USER, temperature="hot")
         with pytest.raises(openai.BadRequestError):
             scene.create(_USER, logit_bias={"1": 5})
-    told = [record.getMessage() for record in caplog.records if "as the job says" in record.getMessage()]
-    assert told == ["a call of 'any' asks for temperature, top_p; it is sampled as the job says"]
+    lines = [record.getMessage() for record in caplog.records if "as the job says" in record.getMessage()]
+    assert sum("a call of 'any' asks for temperature" in line for line in lines) == 1

@@ -130,7 +130,7 @@ def test_a_constraint_survives_its_encoding() -> None:
         (Constraint(names=_TOOLS), True, "Call no other tools than these: look_up, add."),
     ],
 )
-def test_the_model_is_told(constraint: Constraint, has_tools: bool, sentence: str) -> None:
+def test_the_model_reads_a_sentence(constraint: Constraint, has_tools: bool, sentence: str) -> None:
     assert asked([_USER], constraint, has_tools=has_tools) == (Message(SYSTEM, sentence), _USER)
 
 
@@ -138,8 +138,8 @@ def test_the_sentence_is_at_the_end_of_the_system_part() -> None:
     first, last = Message(SYSTEM, "a\nb", parts=("a", "b")), Message(DEVELOPER, "c")
     call = Constraint(must_call=True)
     assert asked([first, last, _USER], call, has_tools=True) == (first, Message(DEVELOPER, "c\n\nCall a tool."), _USER)
-    (told, _) = asked([first, _USER], call, has_tools=True)
-    assert told == Message(SYSTEM, "a\nb\n\nCall a tool.", parts=("a", "b", "Call a tool."))
+    (longer, _) = asked([first, _USER], call, has_tools=True)
+    assert longer == Message(SYSTEM, "a\nb\n\nCall a tool.", parts=("a", "b", "Call a tool."))
     assert asked([first, _USER], Constraint(), has_tools=True) == (first, _USER)
 
 

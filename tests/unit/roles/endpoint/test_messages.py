@@ -226,13 +226,13 @@ def test_episode_with_tools_is_one_branch_without_tokens_encoded_again(scene: Me
             break
         results = [{"type": "tool_result", "tool_use_id": each, "content": "it is 12"} for each in calls]
         results[-1]["cache_control"] = {"type": "ephemeral"}
-        told = {"role": "system", "content": "Hurry."}
+        hurry = {"role": "system", "content": "Hurry."}
         messages = [
             *messages,
             {"role": "assistant", "content": message["content"]},
             {"role": "user", "content": results},
         ]
-        messages.append(told)
+        messages.append(hurry)
     paths = scene.paths()
     assert [turn.parent for turn in scene.opened] == [None, *(turn.id for turn in scene.opened[:-1])]
     for before, turn in zip(scene.opened, scene.opened[1:], strict=False):
@@ -359,6 +359,6 @@ def test_errors_have_the_form_of_the_path(scene: MessagesScene) -> None:
 
 def test_overloaded_is_529_in_messages_only() -> None:
     error = ApiError(503, "busy", "server_error", retry_after=1)
-    told = {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}
-    assert error_reply("/messages", error) == (529, told)
+    body = {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}
+    assert error_reply("/messages", error) == (529, body)
     assert error_reply("/v1/chat/completions", error) == (503, error.body)

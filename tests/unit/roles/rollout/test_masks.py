@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rrl.core.run_spec import TokenizerSpec
 from rrl.core.types import Version
 from rrl.roles.models.hf_tokenizer import FolderTokenizer
 from rrl.roles.models.policy import build_model
-from rrl.roles.models.tokenizer import Tokenizer, VocabularyTokenizer
 from rrl.roles.rollout.engine import Sampling
-from rrl.roles.rollout.masks import Masks
+from rrl.roles.rollout.foreign_sampling import Masks
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.roles.trajectories.types import Sampling as Overrides
@@ -36,15 +33,13 @@ _GRAMMAR = f"start: %json {json.dumps(_SCHEMA)}"
 _FIRST = Version(0, 1)
 
 
-@pytest.fixture(params=["pieces", "folder"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    if request.param == "pieces":
-        return VocabularyTokenizer(TokenizerSpec(tuple(string.printable)))
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> FolderTokenizer:
     folders.tokenizer(tmp_path)
     return FolderTokenizer(tmp_path, chat=True)
 
 
-def _engine(tokenizer: Tokenizer) -> TorchEngine:
+def _engine(tokenizer: FolderTokenizer) -> TorchEngine:
     model = build_model(harness.SMALL, tokenizer.size + 3, 1)  # a vocabulary may be padded
     engine = TorchEngine(
         model,
@@ -66,7 +61,7 @@ def _tokens(segments: list[Segment]) -> tuple[int, ...]:
     return tuple(token for each in segments for token in each.tokens)
 
 
-def test_masked_answers_conform_beside_answers_that_do_not(tokenizer: Tokenizer) -> None:
+def test_masked_answers_conform_beside_answers_that_do_not(tokenizer: FolderTokenizer) -> None:
     free = Item(100, 100, (5, 6), (), 50)
     made = harness.roll_out(_engine(tokenizer), [*_items(8), free])
     answers = [json.loads(tokenizer.decode(_tokens(made[n]))) for n in range(8)]
@@ -77,14 +72,14 @@ def test_masked_answers_conform_beside_answers_that_do_not(tokenizer: Tokenizer)
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"repetition_penalty": 1.3}])
 def test_masked_answers_end_by_themselves_with_any_other_sampling(
-    tokenizer: Tokenizer, changes: dict[str, float]
+    tokenizer: FolderTokenizer, changes: dict[str, float]
 ) -> None:
     for segments in harness.roll_out(_engine(tokenizer), _items(4, **changes)).values():
         assert _tokens(segments)[-1] in tokenizer.stop_tokens
         json.loads(tokenizer.decode(_tokens(segments)))
 
 
-def test_logprobs_are_those_of_the_masked_distribution(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_those_of_the_masked_distribution(tokenizer: FolderTokenizer) -> None:
     model, worst = build_model(harness.SMALL, tokenizer.size + 3, 1), 0.0
     items = _items(4)
     for item in items:
@@ -101,7 +96,7 @@ def test_logprobs_are_those_of_the_masked_distribution(tokenizer: Tokenizer) -> 
     assert worst < 1e-3
 
 
-def test_an_answer_that_another_incarnation_began_goes_on_in_its_grammar(tokenizer: Tokenizer) -> None:
+def test_an_answer_that_another_incarnation_began_goes_on_in_its_grammar(tokenizer: FolderTokenizer) -> None:
     begun = tokenizer.encode('{"digit":4,"un')
     so_far = (Segment(0, 0, begun, (0.0,) * len(begun), _FIRST),)
     item = Item(0, 0, (5, 6), so_far, 50, Overrides(constraint=_GRAMMAR))
@@ -111,13 +106,15 @@ def test_an_answer_that_another_incarnation_began_goes_on_in_its_grammar(tokeniz
 
 
 @pytest.mark.parametrize("grammar", ["start: %json {", 'start: %json {"not": {}}', "nonsense", ""])
-def test_a_grammar_that_cannot_be_compiled_ends_its_turn_only(tokenizer: Tokenizer, grammar: str) -> None:
+def test_a_grammar_that_cannot_be_compiled_ends_its_turn_only(tokenizer: FolderTokenizer, grammar: str) -> None:
     bad = Item(50, 50, (5, 6), (), 50, Overrides(constraint=grammar))
     made = harness.roll_out(_engine(tokenizer), [*_items(1), bad])
     assert made[50] == []
     json.loads(tokenizer.decode(_tokens(made[0])))
 
 
-def test_without_the_library_a_masked_turn_ends_at_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_masked_turn_ends_at_once(
+    tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert harness.roll_out(_engine(tokenizer), _items(1))[0] == []
