@@ -289,7 +289,7 @@ def test_agents_of_an_episode_are_trained_with_their_own_rewards_although_the_st
         assert (row["reward_coder"], row["token_drift"]) == (1.0, 0.0)
         assert row["reward"] == pytest.approx((1.0 + row["reward_planner"]) / 2)
     assert rows[-1]["untrained_turns"] == rows[-1]["episodes_finished"], "the turns of the critic are not context"
-    for step in read_steps(run.run.samples, lambda kept: kept):
+    for step in read_steps(run.run.samples, lambda kept: kept)[1]:
         for one in step.samples:
             assert [sum(run.trained for run in one.runs), one.agent] in ([2, "planner"], [1, "coder"])
             assert one.agent == "planner" or one.reward == 1.0
