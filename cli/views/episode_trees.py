@@ -39,7 +39,7 @@ class TurnNode(Struct, frozen=True):
     sampled: int
     finished: bool
     foreign: bool
-    """True if the turn was sampled from another policy than the trained policy: the turn's answer is context."""
+    """True if the turn was sampled from another policy, or its call is not trained: the turn's answer is context."""
     recorded: bool
     """True if an earlier attempt made the turn, and the newest attempt has not replayed it."""
     versions: tuple[int, ...]

@@ -102,7 +102,7 @@ def _turn(turn: TurnNode, *, named: bool) -> Text:
 def _use(turn: TurnNode) -> tuple[str, str]:
     """Return how the sampled tokens of a turn are used, and the style of the text."""
     if turn.foreign:
-        return "  context: sampled from another policy", "yellow"
+        return "  context: its call is not trained", "yellow"
     if turn.recorded:
         return "  of an earlier attempt, not replayed yet", "yellow"
     if turn.trained is None:

@@ -12,6 +12,7 @@ import pytest
 from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.models.tokenizer import EOS
 from rrl.tests.support.listening_manager import wait_until
+from rrl.tests.support.roles.endpoint.cut_streams import CutStreams
 from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, USER, Scene
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -121,3 +122,27 @@ def test_repeated_call_of_each_form_gets_the_same_turn_and_ids_as_stream_and_as_
     wait_until(lambda: len(scene.opened) == 2)  # the first answer was delivered
     streamed.close()
     assert f"{turn.id:x}" in answered["id"]
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4])
+def test_stream_that_is_cut_after_any_event_is_never_sampled_again(
+    scene: Scene, wire: str, tokens_at_once: int
+) -> None:
+    """The first calls are cut after 0, 1, 2, ... events; the first one that is not gets the whole answer."""
+    scene.endpoint.application.add_middleware(CutStreams, cuts=list(range(40)))
+    tokens = (*CHAT.tokenizer.encode("123"), EOS)
+
+    def policy(turn: Any) -> None:
+        for first in range(0, len(tokens), tokens_at_once):
+            part = tokens[first : first + tokens_at_once]
+            scene.turns.sample(turn.id, *part, finished=first + len(part) == len(tokens))
+
+    scene.policy = policy
+    for _ in range(40):
+        received = Connection(scene, wire).read_to_end()
+        if received.endswith(b"0\r\n\r\n"):
+            break
+        assert not any(last in received for last in FORMS[wire].last)
+        wait_until(lambda: not scene.endpoint.waiting and not scene.endpoint._reports)
+    assert any(last in received for last in FORMS[wire].last)
+    assert len(scene.opened) == 1
