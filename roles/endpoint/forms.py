@@ -21,6 +21,9 @@ from .replies.messages_reply import MessagesWriter, messages_error
 from .replies.responses_reply import ResponsesWriter
 from .replies.writer import Writer
 
+OVERLOADED = 529
+"""Anthropic's status for a request that must be repeated later."""
+
 
 class Form(Struct, frozen=True):
     """An API in which agents ask for answers."""
@@ -59,7 +62,7 @@ FORMS: Mapping[str, Form] = {
         parse_messages,
         MessagesWriter,
         messages_error,
-        529,
+        OVERLOADED,
         last=(b"event: message_stop",),
         failed=b"event: error\ndata: {%(members)s}\n\n",
         alive=(b"event: ping",),

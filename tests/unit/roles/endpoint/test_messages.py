@@ -18,6 +18,7 @@ from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.endpoint.replies import reply as replies
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.hf_tokenizer import FolderTokenizer
+from rrl.roles.trajectories.client import Fenced
 from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.roles.endpoint.served import DEADLINE_S, RUN, SECRET, Scene
 from rrl.tests.support.roles.endpoint.tool_folders import END, make
@@ -362,3 +363,13 @@ def test_overloaded_is_529_in_messages_only() -> None:
     body = {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}
     assert error_reply("/messages", error) == (529, body)
     assert error_reply("/v1/chat/completions", error) == (503, error.body)
+
+
+def test_a_client_of_an_endpoint_that_is_replaced_waits(scene: MessagesScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def replaced(*_: Any) -> Any:
+        raise Fenced("there is a newer one")
+
+    monkeypatch.setattr(scene.endpoint, "_context", replaced)
+    reply = scene.post()
+    assert (reply.status_code, reply.headers["retry-after"]) == (529, "1")
+    assert reply.json()["error"]["type"] == "overloaded_error"
