@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from rrl.benchmarks import _recorded
 from rrl.benchmarks._agents_learning import MANAGER, joined, kill
-from rrl.benchmarks._agents_watched import FOLDER_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
+from rrl.benchmarks._agents_watched import FOLDER_ENV, FORMS_ENV, MODEL, TOOL_GONE, WatchedCall, read_calls
 from rrl.benchmarks._vllm_servers import free_port
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import TRAINER, ReplicaId
@@ -103,19 +103,21 @@ class Deaths(Struct, frozen=True):
     load: tuple[float, float]
 
 
-def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS)) -> Deaths:
-    """Cause the failure of each row ``times`` times, in turn, while agents are at work."""
+def measure(
+    folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS), forms: Sequence[str] = ("chat",)
+) -> Deaths:
+    """Cause the failure of each row ``times`` times, in turn, while agents make calls in these forms."""
     load = os.getloadavg()[0]
     for name in ("record", "calls", "logs"):
         (folder / name).mkdir(parents=True)
     outside = "endpoint" in rows
-    run = submit_here(folder, job(folder, outside=outside))
+    run = submit_here(folder, job(folder, outside=outside, forms=forms))
     run.wait(all_work, WAIT_TIMEOUT_S)
     restarter, done = ManagerRestarter(run), Counter[str]()
     refused = 0
     with _keeping_logs(run, folder / "logs"):
         try:
-            with _agents_outside(run, folder) if outside else _nobody():
+            with _agents_outside(run, folder, forms) if outside else _nobody():
                 for _ in range(times):
                     for row in rows:
                         refused += _do(row, run, folder / "calls")
@@ -130,7 +132,7 @@ def measure(folder: Path, times: int = TIMES, rows: Sequence[str] = tuple(ROWS))
     return _read(run, folder, dict(done), refused, load)
 
 
-def job(folder: Path, *, outside: bool) -> str:
+def job(folder: Path, *, outside: bool, forms: Sequence[str] = ("chat",)) -> str:
     """Return the job.toml of the run."""
 
     def command(role: str) -> str:
@@ -157,7 +159,7 @@ max_new_tokens = 64
 [roles.agents]
 function = "rrl.benchmarks._agents_watched:run"
 concurrency = {AT_ONCE}
-env = {{ {FOLDER_ENV} = "{folder / "calls"}" }}
+env = {{ {FOLDER_ENV} = "{folder / "calls"}", {FORMS_ENV} = "{",".join(forms)}" }}
 {endpoint}
 [roles.trainer]
 command = {command("trainer")}
@@ -244,7 +246,7 @@ def _nobody() -> Iterator[None]:
 
 
 @contextmanager
-def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
+def _agents_outside(run: TestRun, folder: Path, forms: Sequence[str]) -> Iterator[None]:
     """Let outside agents work until the block ends, some through a relay and some without a relay."""
     run.wait(lambda _: any(_base_urls(run)), WAIT_TIMEOUT_S)
     key = run_key(run.run.id, RunKeys.load(run.run.keys).secret)
@@ -268,7 +270,8 @@ def _agents_outside(run: TestRun, folder: Path) -> Iterator[None]:
                     str(OUTSIDE_AT_ONCE),
                     "--log",
                     str(folder / "calls" / f"calls-{name}.jsonl"),
-                ]
+                ],
+                env={**os.environ, FORMS_ENV: ",".join(forms) if name == "relay" else "chat"},
             )
         )
     try:

@@ -11,6 +11,8 @@ import argparse
 import asyncio
 import os
 import time
+import zlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from msgspec import Struct
 
 FOLDER_ENV = "RRL_BENCH_CALLS"
 """Environment variable with the folder of the records."""
+FORMS_ENV = "RRL_BENCH_FORMS"
+"""Environment variable with the forms of the calls, one of which each episode has; without it, all have ``chat``."""
 TURNS = 4
 TOOL_GONE = "tool-gone"
 """Name of a file in the folder of the records. The agent that removes this file acts as if its tool had failed."""
@@ -71,27 +75,43 @@ def read_calls(folder: Path, name: str = "*") -> list[WatchedCall]:
 
 
 async def play(client: openai.AsyncOpenAI, item: str, log: CallLog, *, streams: bool) -> int:
-    """Play an episode; return the number of sampled tokens."""
+    """Play an episode; return the number of sampled tokens, or of characters in the forms other than ``chat``."""
     messages: list[Any] = [{"role": "user", "content": item}]
     tokens = 0
+    forms = os.environ.get(FORMS_ENV, "chat").split(",")
+    form = forms[zlib.crc32(item.encode()) % len(forms)]
     for turn in range(TURNS):
-        text, count = await watched_call(client, messages, turn, log, stream=streams and turn % 2 == 1)
+        stream = streams and (turn % 2 == 1 or form != "chat")
+        text, count = await watched_call(client, messages, turn, log, stream=stream, form=form)
         tokens += count
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": str(turn)}]
     return tokens
 
 
 async def watched_call(
-    client: openai.AsyncOpenAI, messages: list[Any], turn: int, log: CallLog, *, stream: bool, **options: Any
+    client: openai.AsyncOpenAI,
+    messages: list[Any],
+    turn: int,
+    log: CallLog,
+    *,
+    stream: bool,
+    form: str = "chat",
+    **options: Any,
 ) -> tuple[str, int]:
-    """Make a call and record it; return the text of the answer and the number of its tokens."""
+    """Make a call and record it; return the text of the answer and the number of its tokens.
+
+    In a ``form`` other than ``chat``, the tokens are not known; the number is that of the characters.
+    """
     prompt: list[int] = []
     tokens: list[int] = []
     text, error, status, started = "", "", None, time.monotonic()
     create: Any = client.chat.completions.create
     asked = {"model": MODEL, "messages": messages, "extra_body": {"return_token_ids": True}} | options
     try:
-        if stream:
+        if form != "chat":
+            async for piece in _pieces(client, messages, form, stream):
+                text += piece
+        elif stream:
             async for event in await create(**asked, stream=True):
                 prompt += (event.model_extra or {}).get("prompt_token_ids") or []
                 for choice in event.choices:
@@ -101,14 +121,40 @@ async def watched_call(
             reply = await create(**asked)
             prompt, tokens = reply.model_extra["prompt_token_ids"], reply.choices[0].model_extra["token_ids"]
             text = reply.choices[0].message.content
-    except (openai.OpenAIError, httpx2.HTTPError) as raised:
+    except Exception as raised:  # of OpenAI's or Anthropic's client, or of HTTP
         error, status = f"{type(raised).__name__}: {raised}"[:200], getattr(raised, "status_code", None)
         raise
     finally:
         if error or text or tokens:  # empty if the call was cancelled before its first token
             seconds = round(time.monotonic() - started, 4)
             log.write(WatchedCall(client.api_key, turn, stream, seconds, tuple(prompt), tuple(tokens), error, status))
-    return text, len(tokens)
+    return text, len(tokens) if form == "chat" else len(text)
+
+
+async def _pieces(client: openai.AsyncOpenAI, messages: list[Any], form: str, stream: bool) -> AsyncIterator[str]:
+    """Yield the pieces of the text of an answer, over responses or messages."""
+    if form == "responses" and stream:
+        async with client.responses.stream(model=MODEL, input=messages) as events:
+            async for event in events:
+                if event.type == "response.output_text.delta":
+                    yield event.delta
+            await events.get_final_response()
+    elif form == "responses":
+        yield (await client.responses.create(model=MODEL, input=messages)).output_text
+    else:
+        import anthropic  # only make setup-clients installs it
+
+        url = str(client.base_url).rstrip("/").removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(
+            base_url=url, api_key=client.api_key, max_retries=client.max_retries
+        ) as api:
+            asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 64}
+            if stream:
+                async with api.messages.stream(**asked) as answer:
+                    async for piece in answer.text_stream:
+                        yield piece
+            else:
+                yield (await api.messages.create(**asked)).content[0].text
 
 
 # ── in the run ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -35,12 +35,12 @@ class Cut(Struct, frozen=True):
 
 def measure(client: Client, folder: Path, times: int) -> list[Cut]:
     """Play an episode without a cut, and then ``times`` episodes with a cut each."""
-    _, proxy = _play(client, folder / "whole", None)
+    _, proxy = play(client, folder / "whole", None)
     draw, of = random.Random(client.name), proxy.events
     cuts = []
     for number in range(times):
         after = draw.randrange(1, of)
-        played, proxy = _play(client, folder / str(number), after)
+        played, proxy = play(client, folder / str(number), after)
         cuts.append(
             Cut(
                 client.name,
@@ -57,7 +57,8 @@ def measure(client: Client, folder: Path, times: int) -> list[Cut]:
     return cuts
 
 
-def _play(client: Client, folder: Path, cut_after: int | None) -> tuple[Played, CuttingProxy]:
+def play(client: Client, folder: Path, cut_after: int | None) -> tuple[Played, CuttingProxy]:
+    """Let a client play an episode through a proxy."""
     with scripted_run(folder, in_turn(client.answers), piece=PIECE, pause=PAUSE_S) as run:
         proxy = CuttingProxy(run.server.base_url, cut_after)
         played = run.play(client.command, proxy.base_url)

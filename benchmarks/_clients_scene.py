@@ -27,14 +27,15 @@ from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import ModelChat
+from rrl.roles.trajectories.batches import decode
 from rrl.roles.trajectories.episodes.requests import EpisodeItem, EpisodeTurns, GetEpisode, Turn
 from rrl.roles.trajectories.server import answer
-from rrl.roles.trajectories.types import Done, Item, PathDigest, Trajectory
+from rrl.roles.trajectories.types import Done, Item, PartBound, PathDigest, Trajectory
 from rrl.tests.support.roles.endpoint.served import RUN, SECRET
 from rrl.tests.support.roles.endpoint.store_turns import StoreInProcess
 from rrl.tests.support.roles.endpoint.tool_folders import END, make
 from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, OTHER_AGENTS, episodes, finish, open_agents_store
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, lease, segment
+from rrl.tests.support.roles.trajectories.crew import ROLLOUT, TRAINER, lease, segment
 
 MAX_NEW, MAX_LENGTH = 4000, 400_000
 """Limits of an answer and of a context; one character is about one token of this tokenizer, and clients send 55 kB."""
@@ -259,7 +260,8 @@ class ScriptedRun:
         with self.served.lock:
             if not error and turns:
                 finish(self.store, item, reward or 0.0, self.who)
-                samples = tuple(bind(self.store, 1).trajectories)
+                bound = self.store.part(TRAINER, 1)  # not ready if nothing of the episode may be trained
+                samples = tuple(decode(bound.part).trajectories) if isinstance(bound, PartBound) else ()
             drift = int(self.store.audit().episodes.get("token_drift", 0))
         return Played(reward, error, turns, samples, dict(self.rollout.sampled), drift)
 

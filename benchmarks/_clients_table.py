@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from rrl.tests.support.clients.house import ROOMS
-from rrl.tests.support.clients.native import look_command
+from rrl.tests.support.clients.native import BINARIES, look_command
 
 FOLDER = Path(__file__).parents[1] / "tests" / "support" / "clients"
 REASONING = "<think>\nThe next one.\n</think>\n\n"
@@ -135,6 +135,6 @@ CLIENTS: tuple[Client, ...] = (
 )
 
 
-def installed(binaries: bool) -> list[Client]:
-    """Return the clients, and the two large programs only if they are wanted."""
-    return [client for client in CLIENTS if binaries or not client.binary]
+def installed() -> list[Client]:
+    """Return the clients; the two large programs only if they are installed."""
+    return [client for client in CLIENTS if not client.binary or (BINARIES / client.command[2]).exists()]

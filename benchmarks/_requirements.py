@@ -29,6 +29,7 @@ class Need(StrEnum):
     OPENAI = "OpenAI's client"
     PYSLURM = "a pyslurm that matches Slurm"
     TRAINERS = "TRL"
+    CLIENTS = "the clients of others"
     TRACKERS = "TensorBoard, wandb and MLflow"
 
 
@@ -37,6 +38,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.TORCH, Need.OPENAI),
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
+    "clients": (Need.TORCH,),
     "code_lines": (),
     "delta": (Need.TORCH, Need.SMOLLM2, Need.UCX),
     "detection": (),
@@ -64,6 +66,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
 """Needs of each benchmark that is run without options, as ``make bench`` does."""
 PARTS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.VLLM, Need.SMOLLM2),
+    "clients": (Need.CLIENTS,),
     "delta": (Need.NAMESPACES,),
     "dispatch": (Need.VLLM,),
     "hostile_ports": (Need.UCX,),
@@ -117,6 +120,15 @@ def _trainers() -> str | None:
     )
 
 
+def _clients() -> str | None:
+    if importlib.util.find_spec("pydantic_ai") is not None:
+        return None
+    return (
+        "Python's pydantic_ai is not installed; to install it: make setup-clients, and run the benchmark by"
+        " .venv-clients/bin/python"
+    )
+
+
 def _smollm2() -> str | None:
     folder = make_model.FOLDER.expanduser()
     for each in (folder, folder.with_name(f"{folder.name}-tools")):
@@ -138,6 +150,7 @@ _MISSING: Mapping[Need, Callable[[], str | None]] = {
     Need.SMOLLM2: _smollm2,
     Need.OPENAI: lambda: _module("openai", "dev"),
     Need.TRAINERS: _trainers,
+    Need.CLIENTS: _clients,
     Need.PYSLURM: pyslurm_pair.mismatch,
     Need.TRACKERS: _trackers,
 }

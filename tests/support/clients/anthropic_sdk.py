@@ -7,14 +7,14 @@ import sys
 import anthropic
 import httpx2
 
-from rrl.tests.support.clients.house import LOOK, SYSTEM, TASK, look, report, until_whole
+from rrl.tests.support.clients.house import LOOK, MODEL, SYSTEM, TASK, look, report, until_whole
 
 CLIENT = anthropic.Anthropic()
 BROKEN = anthropic.APIConnectionError, httpx2.TransportError
 TOOLS = [{"name": "look", "description": "Look into a room.", "input_schema": LOOK}]
 mode = sys.argv[1]
 messages = [{"role": "user", "content": TASK}]
-given = {"model": "policy", "system": SYSTEM, "messages": messages, "tools": TOOLS}
+given = {"model": MODEL, "system": SYSTEM, "messages": messages, "tools": TOOLS}
 
 
 def call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 ROOMS = tuple(f"room {number}" for number in range(1, 6))
 TASK = "Look into room 1 to room 5, one after the other, and then report how many chairs there are."
+MODEL = os.environ.get("HOUSE_MODEL", "policy")
 SYSTEM = "You walk through a house."
 REPORT = "There are 60 chairs."
 LOOK: dict[str, Any] = {

@@ -9,7 +9,7 @@ import httpx2
 import openai
 from pydantic import BaseModel
 
-from rrl.tests.support.clients.house import LOOK, SYSTEM, TASK, look, report, until_whole
+from rrl.tests.support.clients.house import LOOK, MODEL, SYSTEM, TASK, look, report, until_whole
 
 CLIENT = openai.OpenAI()
 BROKEN = openai.APIConnectionError, httpx2.TransportError
@@ -25,7 +25,7 @@ class House(BaseModel):
 
 def chat(mode: str) -> str:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
-    options = {"model": "policy", "messages": messages, "tools": CHAT_TOOLS}
+    options = {"model": MODEL, "messages": messages, "tools": CHAT_TOOLS}
 
     def call():
         if mode == "stream":
@@ -47,7 +47,7 @@ def chat(mode: str) -> str:
 
 def responses(mode: str) -> str:
     items = [{"role": "user", "content": TASK}]
-    options = {"model": "policy", "instructions": SYSTEM, "input": items, "tools": TOOLS, "store": False}
+    options = {"model": MODEL, "instructions": SYSTEM, "input": items, "tools": TOOLS, "store": False}
 
     def call():
         if mode == "stream":
