@@ -41,7 +41,7 @@ from .replies.reply import Reply
 from .replies.writer import OpenedTurns
 from .turns.known_turns import KnownTurns
 from .turns.preparation import Preparation, Work
-from .turns.turn_context import Context, Paths
+from .turns.turn_context import Context, Paths, branch
 
 _log = logging.getLogger("rrl.endpoint")
 
@@ -189,19 +189,23 @@ class Endpoint:
 
     async def _parse(self, wire: str, body: bytes) -> Call:
         """Parse a call: here if the body is small, and otherwise in a process, which keeps the messages."""
-        work = Work(FORMS[wire].parse, body, None)
+        work = Work(FORMS[wire].parse, body)
         if len(body) <= INLINE_BYTES:
             return self._preparation.parse(work)
         return (await self._processes.prepare(work))[0]
 
-    async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
+    async def _context(self, episode: int, call: Call, chat: Chat, work: Work, turns: Sequence[Turn]) -> Context:
         """Find the context of a parsed call, where it was parsed."""
-        assert work.turns is not None
+        answered = await self._known.newest_answer(episode, call.hashes, turns, chat)
         if len(work.body) <= INLINE_BYTES:
-            return self._preparation.context(call, chat, work.turns)
-        context = (await self._processes.prepare(work))[1]
-        assert context is not None
-        return context
+            context = self._preparation.context(call, chat, answered)
+        else:
+            work = structs.replace(work, finds_context=True, answered=answered)
+            prepared = (await self._processes.prepare(work))[1]
+            assert prepared is not None
+            kept = () if answered is None else (answered.given + answered.sampled)[: prepared.offset]
+            context = structs.replace(prepared, tokens=kept + prepared.given)
+        return branch(context, turns) if context.parent is None else context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, wire: str, body: bytes, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
@@ -225,7 +229,8 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        context = await self._context(call, chat, Work(FORMS[wire].parse, body, _with_path(episode.turns)))
+        turns = _with_path(episode.turns)
+        context = await self._context(key.episode, call, chat, Work(FORMS[wire].parse, body), turns)
         return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:

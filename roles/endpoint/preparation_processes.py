@@ -49,8 +49,11 @@ class _Process:
             command = [sys.executable, "-P", "-m", __name__, str(other.fileno())]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
         self.pipe.send((model, policy))
+        self.body = b""
+        """The newest body, whose call the process remembers."""
 
     def ask(self, work: Work) -> Any:
+        self.body = work.body
         self.pipe.send(work)
         return self.pipe.recv()
 
@@ -79,7 +82,11 @@ class PreparationProcesses:
         huge = len(work.body) > _HUGE_BYTES
         async with self._places[huge]:
             self._idle = [idle for idle in self._idle if idle.process.poll() is None]
-            process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
+            if self._idle:
+                place = next((at for at, idle in enumerate(self._idle) if idle.body is work.body), -1)
+                process = self._idle.pop(place)
+            else:
+                process = await asyncio.to_thread(_Process, self._model, self._policy)
             self._working.add(process)
             try:
                 async with asyncio.timeout(TIMEOUT_S):

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..extras import PackedExtras, cut, join, joined_bytes
 from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest
-from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
+from .groups import Run, TrajectoryState, ancestry, given_length, is_foreign, path_length, prompt_length, reached
 from .records import PackedSegment, encode
 
 _TOKEN_BYTES = 8
@@ -150,13 +150,8 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     assert episode is not None
     counted = [episode.turns[number] for number in sorted(episode.counted)]
     sampled = [turn for turn in counted if turn.length and not is_foreign(turn) and not turn.unused]
-    continued = {
-        before.id
-        for turn in sampled
-        for before, own in ancestry(turn, episode.turns)
-        if before is not turn and own == own_length(before)
-    }
-    return [turn for turn in sampled if turn.id not in continued]
+    shared = reached(sampled, episode.turns)
+    return [turn for turn in sampled if shared.get(turn.id) != path_length(turn)]
 
 
 def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:

@@ -20,6 +20,7 @@ from rrl.roles.endpoint.calls.errors import ApiError
 from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.endpoint.preparation_processes import PreparationProcesses
 from rrl.roles.endpoint.turns.preparation import Preparation, Work
+from rrl.roles.endpoint.turns.turn_context import branch
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
@@ -32,8 +33,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 USER = [{"role": "user", "content": "what is 12?"}]
 
 
-def work(wire: str = "chat", turns: tuple[Turn, ...] | None = (), **body: Any) -> Work:
-    return Work(FORMS[wire].parse, json.dumps({"model": "any", **body}).encode(), turns)
+def work(wire: str = "chat", answered: Turn | None = None, finds_context: bool = True, **body: Any) -> Work:
+    return Work(FORMS[wire].parse, json.dumps({"model": "any", **body}).encode(), finds_context, answered)
 
 
 def outcome(prepared: Any) -> Any:
@@ -67,8 +68,8 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     talk = [*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}]
     works = [
         work(messages=USER),
-        work(messages=talk, turns=(answered,), tools=[TOOL]),
-        work(messages=USER, turns=None),
+        work(messages=talk, answered=answered, tools=[TOOL]),
+        work(messages=USER, finds_context=False),
         work(wire="completions", prompt=[1, 2, 3], max_tokens=10**30),
         work(wire="completions", prompt="text"),
         work(messages=[{}]),
@@ -76,7 +77,7 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
         work(messages=[{"role": "critic", "content": "no"}]),
         work(messages=[{"role": "user", "content": "a" * 10_000}]),
         work(wire="completions", prompt=[10**400]),
-        Work(parse_chat, b"[" * 100_000, ()),
+        Work(parse_chat, b"[" * 100_000, True),
     ]
 
     async def all_of_them() -> list[Any]:
@@ -88,7 +89,10 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     results = asyncio.run(all_of_them())
     assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
     _, continued = results[1]
-    assert (continued.parent, continued.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert continued.tokens == continued.given
+    placed = branch(continued, [answered])
+    assert (placed.parent, placed.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert len(results[2][0].hashes) == len(USER)
     assert [result[0] for result in results[5:]] == [400] * 6
 
 
@@ -206,7 +210,7 @@ def test_any_body_is_prepared_or_refused_as_a_mistake_of_the_agent(
     policy = Policy(1.0, "context" if foreign else "refuse", max_length=50)
     preparation = Preparation(CHAT, policy)
     for changed in (body, body | {"temperature": number}, body | {"top_k": number}, body | {"n": number}):
-        given_body = Work(parse_chat if chat else parse_completion, json.dumps(changed).encode(), ())
+        given_body = Work(parse_chat if chat else parse_completion, json.dumps(changed).encode(), True)
         result = outcome(lambda given_body=given_body: preparation.prepare(given_body))
         if isinstance(result[0], int):
             assert result[0] == 400

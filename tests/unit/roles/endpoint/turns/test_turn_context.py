@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.endpoint.calls.call import Call, identified, rolling_hashes
-from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context
+from rrl.roles.endpoint.calls.call import Call, identified, next_hash, rolling_hashes
+from rrl.roles.endpoint.turns.known_turns import KnownTurns
+from rrl.roles.endpoint.turns.shown_answer import AnswerFormat, shown_answer
+from rrl.roles.endpoint.turns.turn_context import Context, Paths, branch, chat_context, plain_context
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
+from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 
 PIECES = (*"0123456789", "12", "<", ">", "=", "?", "|")
 SPEC = TokenizerSpec(PIECES, chat={"user": "?{content}=", "assistant": "{content}|"})
@@ -29,10 +34,29 @@ texts = st.text(st.sampled_from("0123456789<>="), max_size=3)
 
 
 def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context, Paths]:
+    """Return the context of a conversation, and compare it with what comes of looking at every turn."""
     call = identified(Call("chat", "policy", tuple(messages)))
-    context = chat_context(call, turns, chat)
+    known = KnownTurns(FakeTurns(), chat.tokenizer)
+    answered = asyncio.run(known.newest_answer(0, call.hashes, turns, chat))
+    assert answered == newest_of_all(call, turns, chat)
+    context = chat_context(call, answered, chat)
+    context = branch(context, turns) if context.parent is None else context
     assert context.conversation == rolling_hashes(messages)[-1]
     return context, Paths(turns)
+
+
+def newest_of_all(call: Call, turns: list[Turn], chat: Chat) -> Turn | None:
+    """Return the turn of the newest recorded answer, with its whole context, by showing the answer of each turn."""
+    known = {prefix: count for count, prefix in enumerate(call.hashes, start=1)}
+    answered, found = 0, None
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        if turn.finished and turn.conversation in known:
+            shown = shown_answer(turn.id, Paths(turns).context(turn.id), turn.sampled, AnswerFormat(), chat)
+            if (count := known.get(next_hash(turn.conversation, shown), 0)) > answered:
+                answered, found = count, turn
+    if found is None:
+        return None
+    return msgspec.structs.replace(found, parent=None, offset=0, given=Paths(turns).context(found.id))
 
 
 def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Turn:
@@ -139,15 +163,15 @@ def test_the_newest_recorded_answer_counts_and_unfinished_ones_do_not() -> None:
 def test_a_completion_of_tokens_has_exactly_these_tokens_as_context(prompts: list[list[int]]) -> None:
     turns: list[Turn] = []
     for prompt in prompts:
-        context = plain_context(prompt, turns)
+        context = branch(plain_context(prompt), turns)
         assert whole(context, turns) == tuple(prompt)
         record(turns, context, (2, EOS))
 
 
 def test_a_completion_that_continues_a_path_in_tokens_keeps_it() -> None:
     turns: list[Turn] = []
-    made = record(turns, plain_context([5, 6], turns), (7, 8, EOS))
-    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), "", (5, 6, 7, 8, EOS, 9))
+    made = record(turns, branch(plain_context([5, 6]), turns), (7, 8, EOS))
+    assert branch(plain_context([5, 6, 7, 8, EOS, 9]), turns) == Context(made.id, 5, (9,), "", (5, 6, 7, 8, EOS, 9))
 
 
 # ── a chat template of a folder ──────────────────────────────────────────────────────────────────────────────────────
