@@ -200,11 +200,14 @@ class Endpoint:
         if len(work.body) <= INLINE_BYTES:
             context = self._preparation.context(call, chat, answered)
         else:
-            work = structs.replace(work, finds_context=True, answered=answered)
+            path, sent = () if answered is None else answered.given + answered.sampled, answered
+            if answered is not None and not chat.reads_context:
+                sent = structs.replace(answered, given=(), sampled=answered.sampled[-1:])
+            left_out = 0 if sent is None else len(path) - len(sent.given + sent.sampled)
+            work = structs.replace(work, finds_context=True, answered=sent, left_out=left_out)
             prepared = (await self._processes.prepare(work))[1]
             assert prepared is not None
-            kept = () if answered is None else (answered.given + answered.sampled)[: prepared.offset]
-            context = structs.replace(prepared, tokens=kept + prepared.given)
+            context = structs.replace(prepared, tokens=path[: prepared.offset] + prepared.given)
         return branch(context, turns) if context.parent is None else context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────

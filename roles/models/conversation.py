@@ -57,6 +57,10 @@ class ToolsUnsupported(ValueError):
 class Chat(Protocol):
     """Converts conversations to tokens, and sampled tokens to the content of an answer."""
 
+    reads_context: bool
+    """False if neither :meth:`extend` nor :meth:`read` looks at the context, and if :meth:`extend` only adds tokens to
+    context and answer, which depend on the last sampled token and the messages."""
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""

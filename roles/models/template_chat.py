@@ -20,6 +20,8 @@ class TemplateChat:
         ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
+    reads_context = False
+
     def __init__(self, tokenizer: TemplateTokenizer, *, tools: Sequence[Any] = ()) -> None:
         self.tokenizer: Tokenizer = tokenizer
         self._folder_tokenizer = tokenizer

@@ -133,6 +133,8 @@ class FamilyChat:
         tools: OpenAI's list of tools.
     """
 
+    reads_context = True
+
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any]) -> None:
         self.tokenizer = tokenizer
         self._renderer, self._tools = renderer, list(tools)
@@ -180,6 +182,8 @@ class ParsedChat:
         parser: Name of the library's parser.
         tools: OpenAI's list of tools, which the template shows.
     """
+
+    reads_context = False
 
     def __init__(self, tokenizer: TemplateTokenizer, parser: str, tools: Sequence[Any]) -> None:
         chat = TemplateChat(tokenizer, tools=tools)

@@ -82,14 +82,16 @@ class KnownTurns:
         """
         kept, paths = self._kept.get(episode), Paths(turns)
         for turn, after in asked_before(hashes, turns):
+            context = None
             known = None if kept is None else kept.hashes.get(turn.id)
             if known is None:
-                known = answer_hashes(turn, paths.context(turn.id), chat)
+                context = paths.context(turn.id)
+                known = answer_hashes(turn, context, chat)
                 if kept is not None and turn.id in kept.turns:
                     kept.hashes[turn.id] = known
                 await asyncio.sleep(0)  # after a restart, these may be all turns of the episode
             if after in known:
-                return structs.replace(turn, parent=None, offset=0, given=paths.context(turn.id))
+                return structs.replace(turn, parent=None, offset=0, given=context or paths.context(turn.id))
         return None
 
     async def _keep(self, episode: int, read: EpisodeTurns) -> None:

@@ -38,6 +38,8 @@ class Work(Struct, frozen=True):
     """True if the context is found, too; False if the call is only parsed."""
     answered: Turn | None = None
     """The answer that the conversation continues (:func:`.turn_context.chat_context`)."""
+    left_out: int = 0
+    """Number of tokens of this answer and its context that are left out, because the chat does not read them."""
 
 
 class Preparation:
@@ -65,12 +67,12 @@ class Preparation:
         Raises:
             ApiError: The call cannot be served.
         """
-        asked = msgspec.structs.replace(work, finds_context=False, answered=None)
+        asked = msgspec.structs.replace(work, finds_context=False, answered=None, left_out=0)
         if self._parsed is None or self._parsed[0] != asked:
             self._parsed = asked, self.parse(asked)
         call, context = self._parsed[1], None
         if work.finds_context:
-            context = self.context(call, self.chat_of(call), work.answered)
+            context = self.context(call, self.chat_of(call), work.answered, work.left_out)
             context = msgspec.structs.replace(context, tokens=context.given)
         messages = None if call.messages is None else ()
         hashes = call.hashes[-1:] if work.finds_context else call.hashes[-_MAX_HASHES:]
@@ -89,7 +91,7 @@ class Preparation:
         except ValueError as error:
             raise ApiError(400, f"tools: {error}", code="invalid_value", param="tools") from None
 
-    def context(self, call: Call, chat: Chat, answered: Turn | None) -> Context:
+    def context(self, call: Call, chat: Chat, answered: Turn | None, left_out: int = 0) -> Context:
         """Return the context of the answers to a call (:func:`.turn_context.chat_context`). Raises ApiError."""
         param = "prompt" if call.messages is None else "messages"
         try:
@@ -101,15 +103,16 @@ class Preparation:
                 if any(token >= chat.tokenizer.size for token in prompt):
                     raise wrong("prompt", "a token id is beyond the vocabulary")
                 context = plain_context(prompt)
-            if context.length >= self._policy.max_length:
-                raise TextTooLong(f"the request has {context.length}")
+            before = 0 if context.parent is None else left_out
+            if before + context.length >= self._policy.max_length:
+                raise TextTooLong(f"the request has {before + context.length}")
         except TextTooLong as error:
             most = f"this model's maximum context length is {self._policy.max_length:g} tokens"
             problem = f"{most}; {error}, and an answer needs one more"
             raise ApiError(400, problem, code="context_length_exceeded", param=param) from None
         except ValueError as error:
             raise wrong(param, str(error)) from None
-        return context
+        return msgspec.structs.replace(context, offset=before + context.offset)
 
     def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:
         """Refuse a conversation if the chat template of the model's folder drops one of its messages.
