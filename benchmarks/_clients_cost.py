@@ -1,9 +1,10 @@
 """Measures what long episodes and long answers cost the endpoint and the store.
 
-A client calls the endpoint's real server over HTTP. The endpoint asks a real store in the same process, whose CPU time
-is counted apart; a script in place of an engine appends the tokens. The CPU time of a call is that of the endpoint's
-threads and of the processes that prepare calls. The longest time that one call holds an event loop is the CPU time of
-one callback or, of the store, of one request, because wall time would also measure what else the machine does.
+A client calls the endpoint's real server over HTTP. The endpoint asks a real store over the real transport. The store
+has a thread of this process, whose CPU time is counted apart; a script in place of an engine appends the tokens. The
+CPU time of a call is that of the endpoint's threads and of the processes that prepare calls. The longest time that one
+call holds an event loop is the CPU time of one callback, because wall time would also measure what else the machine
+does. Callbacks of the store contain the work of the engine's requests, which its own rounds would do apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import http.client
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,19 +31,23 @@ from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.key import EpisodeKey, encode_key
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import ModelChat
+from rrl.roles.trajectories.client import TrajectoryClient
 from rrl.roles.trajectories.episodes.requests import (
     EpisodeItem,
     FinishEpisode,
     Follow,
     GetEpisode,
-    LeaseEpisodes,
+    OpenEpisode,
     OpenTurn,
+    StoreRequest,
     TurnOpened,
 )
-from rrl.roles.trajectories.server import answer
-from rrl.roles.trajectories.types import Append, Denied, LeaseWork, Segment
-from rrl.tests.support.roles.trajectories.agents import AGENTS, open_agents_store
+from rrl.roles.trajectories.server import Server, answer
+from rrl.roles.trajectories.types import Append, LeaseWork, Segment
+from rrl.tests.support.roles.trajectories.agents import AGENTS, CREW, open_agents_store
 from rrl.tests.support.roles.trajectories.crew import ROLLOUT
+from rrl.transport.control.endpoints import Listener
+from rrl.transport.keys import RunKeys
 
 WORDS = 60
 """Number of words of each message."""
@@ -59,13 +65,14 @@ RUN, SECRET = "cost-1", bytes(32)
 TIMEOUT_S = 600.0
 
 _random = random.Random(7)
-_VOCABULARY = (
+_TEXT = (
     "the of and to in that is was he for it with as his on be at by had not are but from or have an they which one you"
     " were all her she there would their we him been has when who will no more if out so up said what its about than"
     " into them can only other time new some could these two may first then do any like my now over such our man me"
     " even most made after also did many off before must well back through years much where your way down should"
     " because long each just state people those too mister how little good world make very year still see work life"
-).split()
+)
+_VOCABULARY = _TEXT.split()
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -116,50 +123,69 @@ def _words(count: int) -> str:
 
 # ── the store and the engine ─────────────────────────────────────────────────────────────────────────────────────────
 class _Store:
-    """A store that samples each turn of the endpoint by a script, a segment for each request for tokens."""
+    """A store with its server in a thread. It samples each turn by a script, a segment for each request for tokens.
+
+    Args:
+        folder: Folder of its log.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._store = open_agents_store(
-            folder, group_size=1, groups_per_batch=64, max_new_tokens=MAX_NEW, compact_from=2**40
+            folder, CREW, group_size=1, groups_per_batch=64, max_new_tokens=MAX_NEW, compact_from=2**40
         )
+        self._evaluate = self._store.episodes.answer
+        self._store.episodes.answer = self._answer  # type: ignore[method-assign]
         self.script: Sequence[int] = ()
         """Tokens of the next answer."""
         self._left: dict[int, Sequence[int]] = {}
-        self.spent_s = 0.0
-        """CPU time of all requests and appends so far."""
-        self.block_s = 0.0
-        """The longest CPU time of a request, with the encoding of its answer."""
+        self.keys = RunKeys.make()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._listening = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        """The loop of the client, which is a part of the endpoint."""
+        self.thread.start()
+        assert self._listening.wait(TIMEOUT_S)
+        self._client = TrajectoryClient(self.keys, AGENTS, lambda: self._address, timeout=TIMEOUT_S)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._client.run(), self._loop)
+
+    async def _serve(self) -> None:
+        listener = await Listener.open(self.keys, StoreRequest, epoch=1)
+        self._server, self._address = Server(self._store, listener), listener.address
+        self._server.update_membership(frozenset(CREW))
+        self._listening.set()
+        await self._server.run()
+        await listener.close()
 
     async def __call__(self, kind: Any, *arguments: Any, **named: Any) -> Any:
-        return self.ask(kind(AGENTS, *arguments, **named))
+        asking = self._client.ask(kind, *arguments, **named)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
 
-    def ask(self, request: Any) -> Any:
-        began = time.thread_time()
+    def ask(self, kind: Any, *arguments: Any) -> Any:
+        """Send a request, and wait for its answer."""
+        return asyncio.run_coroutine_threadsafe(self._client.ask(kind, *arguments), self._loop).result(TIMEOUT_S)
+
+    def _answer(self, request: Any) -> Any:
         if isinstance(request, Follow) and request.turn in self._left:
             self._append(request.turn, request.offset)
-        given = self._answer(request)
-        self._store.flush()
+        given = self._evaluate(request)
         if isinstance(given, TurnOpened):
-            assert self._answer(LeaseWork(ROLLOUT, 8, 0.0, ())).items[0].trajectory == given.turn
+            assert self._ask(LeaseWork(ROLLOUT, 8, 0.0, ())).items[0].trajectory == given.turn
             self._left[given.turn] = self.script
-        self.spent_s += time.thread_time() - began
-        assert not isinstance(given, Denied), given
         return given
 
     def _append(self, turn: int, offset: int) -> None:
         size = SEGMENT_TOKENS if len(self._left[turn]) > 1000 else MAX_NEW
         part = tuple(self._left[turn][offset : offset + size])
         ended = () if offset + len(part) < len(self._left[turn]) else (turn,)
-        self._answer(Append(ROLLOUT, (Segment(turn, offset, part, (-0.5,) * len(part), Version(0, 1)),), ended))
+        self._ask(Append(ROLLOUT, (Segment(turn, offset, part, (-0.5,) * len(part), Version(0, 1)),), ended))
         if ended:
             del self._left[turn]
 
-    def _answer(self, request: Any) -> Any:
-        began = time.thread_time()
+    def _ask(self, request: Any) -> Any:
         given = answer(self._store, request)
         msgspec.msgpack.encode(given)
-        self.block_s = max(self.block_s, time.thread_time() - began)
         return given
 
     @property
@@ -167,11 +193,11 @@ class _Store:
         return sum(path.stat().st_size for path in self._folder.glob("log.*"))
 
     def begin(self) -> EpisodeItem:
-        item: EpisodeItem = self.ask(LeaseEpisodes(AGENTS, 1)).items[0]
+        item: EpisodeItem = self.ask(OpenEpisode, f"{time.monotonic_ns()}").items[0]
         return item
 
     def end(self, item: EpisodeItem) -> None:
-        self.ask(FinishEpisode(AGENTS, item.episode, item.attempt, 1.0))
+        self.ask(FinishEpisode, item.episode, item.attempt, 1.0)
 
     def play(self, turns: int) -> None:
         """Play an episode of many turns by requests to the store."""
@@ -179,12 +205,16 @@ class _Store:
         self.script = given
         for number in range(turns):
             name = f"{number:032x}"
-            opened = OpenTurn(AGENTS, item.episode, 1, f"{name}/1/0", parent, length, given, MAX_NEW, name)
-            parent = self.ask(opened).turn
-            self.ask(Follow(AGENTS, parent, 0))
-            length += 2 * WORDS
-        self.ask(GetEpisode(AGENTS, item.episode))
+            opened = self.ask(
+                OpenTurn, item.episode, 1, f"{name}/1/0", parent, length, given, MAX_NEW, name, "", None, "policy"
+            )
+            parent, length = opened.turn, length + 2 * WORDS
+            self.ask(Follow, parent, 0)
+        self.ask(GetEpisode, item.episode)
         self.end(item)
+
+    def stop(self) -> None:
+        self._server.stop()
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,7 +226,8 @@ class _Scene:
 
     def _cpu_s(self) -> float:
         """Return the CPU time of the endpoint so far: of this process without its store and this thread."""
-        return _cpu_s("self") - self.store.spent_s - time.thread_time()
+        store = Path(f"/proc/self/task/{self.store.thread.native_id}/schedstat")
+        return _cpu_s("self") - int(store.read_text().split()[0]) / 1e9 - time.thread_time()
 
     def _post(self, item: EpisodeItem, body: bytes) -> bytes:
         key = encode_key(EpisodeKey(RUN, item.episode, item.attempt), SECRET)
@@ -210,7 +241,7 @@ class _Scene:
         """Play an episode. Return the CPU time (s) of a call at each measured turn, and the bytes of the log."""
         size, item = self.store.log_bytes, self.store.begin()
         messages: list[dict[str, str]] = []
-        costs = {turn: 0.0 for turn in (EARLY, LATE)}
+        costs = dict.fromkeys((EARLY, LATE), 0.0)
         for number in range(1, turns + 1):
             text = _words(WORDS)
             self.store.script = (*self._chat.tokenizer.encode(text), self._chat.tokenizer.eos)
@@ -274,27 +305,26 @@ def _serving(folder: Path, chat: ModelChat) -> Iterator[_Scene]:
     finally:
         endpoint.close()
         server.stop()
+        store.stop()
 
 
 @contextmanager
 def _watched(store: _Store) -> Iterator[dict[str, float]]:
-    """Measure the longest CPU time (ms) of a callback of a loop in this process without its store, and of a request."""
+    """Measure the longest CPU time (ms) of a callback of a loop in this process, apart for that of the store."""
     run: Any = asyncio.events.Handle._run  # type: ignore[attr-defined]
     blocks = {"endpoint": 0.0, "store": 0.0}
-    store.block_s = 0.0
 
     def timed(handle: Any) -> None:
-        began, spent = time.thread_time(), store.spent_s
+        began = time.thread_time()
         run(handle)
-        took = 1e3 * (time.thread_time() - began - (store.spent_s - spent))
-        blocks["endpoint"] = max(blocks["endpoint"], took)
+        where = "store" if threading.current_thread() is store.thread else "endpoint"
+        blocks[where] = max(blocks[where], 1e3 * (time.thread_time() - began))
 
     asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
     try:
         yield blocks
     finally:
         asyncio.events.Handle._run = run  # type: ignore[attr-defined]
-        blocks["store"] = 1e3 * store.block_s
 
 
 def _cpu_s(process: int | str) -> float:

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ...core.run_spec import ModelSpec
 from ..models.chat import open_chat
 from .calls.call import Call, Policy
@@ -53,8 +55,8 @@ class _Process:
         """The newest body, whose call the process remembers."""
 
     def ask(self, work: Work) -> Any:
-        self.body = work.body
-        self.pipe.send(work)
+        known, self.body = work.body is self.body, work.body
+        self.pipe.send(structs.replace(work, body=b"") if known else work)
         return self.pipe.recv()
 
     def end(self) -> None:
@@ -122,14 +124,15 @@ def main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")  # of the processes of a role, the kernel ends this one first
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     model, policy = pipe.recv()
-    preparation = Preparation(open_chat(model), policy)
+    preparation, body = Preparation(open_chat(model), policy), b""
     with suppress(EOFError):
         while True:
             work = pipe.recv()
-            if len(work.body) > _HUGE_BYTES:
+            body = work.body or body
+            if len(body) > _HUGE_BYTES:
                 os.nice(10)
             try:
-                pipe.send(preparation.prepare(work))
+                pipe.send(preparation.prepare(structs.replace(work, body=body)))
             except ApiError as error:
                 pipe.send((error.status, error.body["error"]))
 

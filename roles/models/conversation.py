@@ -121,6 +121,9 @@ class TemplateTokenizer(Tokenizer, Protocol):
 
     has_developer: bool
     """True if the template has messages of the role :data:`DEVELOPER`."""
+    shows_apart: bool
+    """True if the template is known to show each message alike whatever the messages are that are neither it nor the
+    first one."""
     takes_parts: bool
     """True if the template joins the pieces of a content itself."""
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_messages, ended
+from .conversation import (
+    ASSISTANT,
+    DEVELOPER,
+    SYSTEM,
+    AnswerContent,
+    Message,
+    TemplateTokenizer,
+    as_template_messages,
+    ended,
+)
 from .tokenizer import Tokenizer
 
 
@@ -38,6 +47,8 @@ class TemplateChat:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         if self._answer_ends is None:
             return None
+        if self._folder_tokenizer.shows_apart and answered > 1 and not any(map(_is_system, messages[1:])):
+            messages, answered = (messages[0], *messages[answered - 1 :]), 2  # the text after the answer is the same
         before = self._render(messages[:answered], answer_begins=False)
         whole = self._render(messages, answer_begins=True)
         if not whole.startswith(before):
@@ -63,3 +74,8 @@ class TemplateChat:
         whole = self._render([asked, answer], answer_begins=False)
         start = before + answer.content
         return whole.removeprefix(start) if whole.startswith(start) else None
+
+
+def _is_system(message: Message) -> bool:
+    """Return whether a message may be joined with others (:func:`.conversation.as_template_messages`)."""
+    return message.role in (SYSTEM, DEVELOPER)

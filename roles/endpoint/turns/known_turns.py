@@ -20,8 +20,8 @@ from .shown_answer import AnswerFormat, end_at_stop
 from .turn_context import Paths, answer_hashes, asked_before
 
 MAX_WEIGHT = 2**20
-"""Maximum memory of all turns that are kept, in tokens (:func:`_weight`). A token takes up to 40 bytes, so these turns
-take up to 40 MB."""
+"""Maximum memory of all turns that are kept, in tokens (:func:`_weight`). A token takes up to 48 bytes, so these turns
+take up to 50 MB."""
 
 
 class _Kept(Struct):
@@ -29,6 +29,8 @@ class _Kept(Struct):
     turns: dict[int, Turn]
     hashes: dict[int, tuple[str, ...]]
     """The hashes after the answers of turns (:func:`.turn_context.answer_hashes`), as far as they were needed."""
+    newest: tuple[int, tuple[int, ...]] | None = None
+    """The newest answered turn, and its context: the path of the next turn begins with them."""
     weight: int = 0
 
 
@@ -80,7 +82,8 @@ class KnownTurns:
         Returns:
             The turn with its whole context as ``given``, and without a parent; None if there is no such turn.
         """
-        kept, paths = self._kept.get(episode), Paths(turns)
+        kept = self._kept.get(episode)
+        paths = Paths(turns, None if kept is None else kept.newest)
         for turn, after in asked_before(hashes, turns):
             context = None
             known = None if kept is None else kept.hashes.get(turn.id)
@@ -91,7 +94,10 @@ class KnownTurns:
                     kept.hashes[turn.id] = known
                 await asyncio.sleep(0)  # after a restart, these may be all turns of the episode
             if after in known:
-                return structs.replace(turn, parent=None, offset=0, given=context or paths.context(turn.id))
+                context = paths.context(turn.id) if context is None else context
+                if kept is not None:
+                    kept.newest = turn.id, context
+                return structs.replace(turn, parent=None, offset=0, given=context)
         return None
 
     async def _keep(self, episode: int, read: EpisodeTurns) -> None:
@@ -117,8 +123,10 @@ class KnownTurns:
 
     def _is_complete(self, turn: Turn) -> bool:
         """Return whether a turn cannot change: it is finished, and has no token after a stop text."""
+        if not turn.finished:
+            return False
         end = end_at_stop(turn.sampled, AnswerFormat.decode(turn.options).stop, self._tokenizer)
-        return turn.finished and (end is None or end.length == len(turn.sampled))
+        return end is None or end.length == len(turn.sampled)
 
 
 def _weight(turn: Turn) -> int:

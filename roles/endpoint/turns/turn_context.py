@@ -48,14 +48,17 @@ class Context(Struct, frozen=True):
 
 
 class Paths:
-    """The paths of an episode's turns. A path is put together when it is asked for, because all paths of a long episode
-    would take the square of its length.
+    """The paths of an episode's turns.
+
+    A path is put together when it is asked for: all paths of a long episode would take the square of its length.
 
     Args:
         turns: The turns; each parent of a turn is among them.
+        known: The number of a turn and its context, if this was put together before.
     """
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[Turn], known: tuple[int, tuple[int, ...]] | None = None) -> None:
+        self._known = known
         self._turns: Mapping[int, Turn] = {turn.id: turn for turn in turns}
 
     def path(self, turn: int) -> tuple[int, ...]:
@@ -72,6 +75,9 @@ class Paths:
         pieces = [given]
         while parent is not None:
             turn = self._turns[parent]
+            if self._known is not None and parent == self._known[0]:
+                pieces.append((self._known[1] + turn.sampled)[:offset])
+                break
             if offset > turn.offset:
                 pieces.append((turn.given + turn.sampled)[: offset - turn.offset])
                 offset = turn.offset

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from rrl.roles.endpoint.calls.call import Call, identified, next_hash, rolling_h
 from rrl.roles.endpoint.turns.known_turns import KnownTurns
 from rrl.roles.endpoint.turns.shown_answer import AnswerFormat, shown_answer
 from rrl.roles.endpoint.turns.turn_context import Context, Paths, branch, chat_context, plain_context
-from rrl.roles.models.chat import open_chat
+from rrl.roles.models.chat import FolderChat, open_chat
 from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
@@ -230,3 +232,66 @@ def test_template_that_renders_an_earlier_answer_differently_makes_a_branch(tmp_
     context, _ = ask(chat, [*asked, Message("assistant", "b"), Message("user", "c")], turns)
     assert context.offset < first.length
     assert whole(context, turns) == chat.prompt([*asked, Message("assistant", "b"), Message("user", "c")])
+
+
+ROLES = st.lists(st.tuples(st.sampled_from(["system", "developer", "user", "assistant", "tool"]), texts), max_size=7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROLES, ROLES)
+@pytest.mark.torch
+def test_text_after_an_answer_is_the_same_without_the_messages_before_it(
+    folder_chat: FolderChat, before: list[tuple[str, str]], after: list[tuple[str, str]]
+) -> None:
+    """The template shows each message apart, so only the first message and those after the answer are rendered."""
+    tokenizer: Any = folder_chat.tokenizer
+    assert tokenizer.shows_apart
+    start = [("user", "0"), *before, ("assistant", "5")]
+    messages = [Message(role, text) for role, text in [*start, *after]]
+    extended = folder_chat.extend((7, 8), (9,), messages, len(start))
+    rendered: list[int] = []
+    render = tokenizer.render
+
+    def counted(given: Sequence[Any], **more: Any) -> str:
+        rendered.append(len(given))
+        return str(render(given, **more))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "render", counted)
+        patch.setattr(tokenizer, "shows_apart", False)
+        assert folder_chat.extend((7, 8), (9,), messages, len(start)) == extended
+        whole = max(rendered)
+        rendered.clear()
+        patch.setattr(tokenizer, "shows_apart", True)
+        folder_chat.extend((7, 8), (9,), messages, len(start))
+    if not {"system", "developer"} & {role for role, _ in [*before, *after]}:
+        assert max(rendered) == 2 + len(after) == whole - len(before)
+
+
+NOT_APART = (
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}x{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{{ loop.index0 }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[-1].role }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}.",
+    "{% for m in messages %}{{ m.content ~ messages|length }}{% endfor %}",
+    "{% for m in messages if m.role != 'x' %}{{ m.content }}{% endfor %}",
+    "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'x' %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "{% set all = messages %}{% for m in messages %}{{ all[2].content }}{% endfor %}",
+    "{% for m in messages %}{% if add_generation_prompt %}x{% endif %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ raise_exception(m.content) }}{% endfor %}",
+    "{% set s = namespace(n=1) %}{% for m in messages %}{% set s.n = 2 %}{{ s.n ~ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ cycler('a', 'b').next() ~ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}",
+    "",
+)
+
+
+def test_template_that_may_show_a_message_by_others_is_rendered_as_a_whole() -> None:
+    pytest.importorskip("tokenizers")
+    from rrl.roles.models.hf_tokenizer import shows_apart
+
+    assert [template for template in NOT_APART if shows_apart(template)] == []
+    assert shows_apart(CHATML)
+    first = "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}x{% endif %}{{ m.content }}"
+    assert shows_apart(f"{first}{{% endfor %}}{{% if add_generation_prompt %}}y{{% endif %}}")
