@@ -13,6 +13,7 @@ import asyncio
 import http.client
 import json
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ WORDS = 60
 EARLY, LATE, EPISODE, LONGEST = 30, 240, 400, 2000
 """Turns at which a call is measured, turns of the episode whose log is measured, and of the store's longest episode."""
 CALLS = 10
-"""Number of further calls over which the CPU time of a turn is averaged."""
+"""Number of calls, about a turn, whose median CPU time is that of the turn."""
 STREAM_TOKENS, SEGMENT_TOKENS = 16_000, 16
 """Tokens of the streamed answer, and tokens that an engine appends at once."""
 MAX_NEW, MAX_LENGTH = 20_000, 1_000_000
@@ -66,11 +67,13 @@ TIMEOUT_S = 600.0
 
 _random = random.Random(7)
 _TEXT = (
-    "the of and to in that is was he for it with as his on be at by had not are but from or have an they which one you"
-    " were all her she there would their we him been has when who will no more if out so up said what its about than"
-    " into them can only other time new some could these two may first then do any like my now over such our man me"
-    " even most made after also did many off before must well back through years much where your way down should"
-    " because long each just state people those too mister how little good world make very year still see work life"
+    "the of and to in that is was he for it with as his on be at by had not are but from have an they which one you"
+    " were all her she there would their been has when who will no more if out said what its about than into them can"
+    " only other time new some could these two may first then do any like my now over such our man even most made after"
+    " also did many before must well back through years much where your way down should because long each just state"
+    " people those little world very year still work life another between without however program question government"
+    " something different important against possible children history certain problem general present business number"
+    " together interest increase following although experience education activities information development community"
 )
 _VOCABULARY = _TEXT.split()
 
@@ -84,16 +87,17 @@ def measure(folder: Path) -> dict[str, float]:
 def measure_chat(folder: Path, chat: ModelChat) -> dict[str, float]:
     """Return the figures of one chat template."""
     with _serving(folder, chat) as scene:
-        scene.episode(EARLY)  # imports, and the process that prepares long bodies
+        for _ in zip(range(EARLY), scene._calls(scene.store.begin()), strict=False):
+            pass  # imports, and the process that prepares long bodies
         with _watched(scene.store) as blocks:
-            costs, log_bytes = scene.episode(EPISODE)
+            early, late, log_bytes = scene.episodes()
             streams = [scene.stream(stop) for stop in ([], STOPS)]
             scene.hostile()
             scene.store.play(LONGEST)
     return {
-        "cost_turn_30_ms": 1e3 * costs[EARLY],
-        "cost_turn_240_ms": 1e3 * costs[LATE],
-        "cost_turn_240_over_30": costs[LATE] / costs[EARLY],
+        "cost_turn_30_ms": 1e3 * early,
+        "cost_turn_240_ms": 1e3 * late,
+        "cost_turn_240_over_30": late / early,
         "stream_16k_cpu_s": streams[0],
         "stream_16k_stop_cpu_s": streams[1],
         "log_bytes_400_turns": float(log_bytes),
@@ -237,12 +241,34 @@ class _Scene:
         client.close()
         return reply
 
-    def episode(self, turns: int) -> tuple[dict[int, float], int]:
-        """Play an episode. Return the CPU time (s) of a call at each measured turn, and the bytes of the log."""
-        size, item = self.store.log_bytes, self.store.begin()
+    def episodes(self) -> tuple[float, float, int]:
+        """Play two episodes, whose measured calls alternate, because the machine may become slower meanwhile.
+
+        Returns:
+            The endpoint's CPU time (s) of a call at each of the two turns, and the bytes of the late episode's log.
+        """
+        early, late = self.store.begin(), self.store.begin()
+        calls = self._calls(early), self._calls(late)
+        size = self.store.log_bytes
+        for _ in range(LATE - CALLS // 2):
+            next(calls[1])
+        size -= self.store.log_bytes
+        for _ in range(EARLY - CALLS // 2):
+            next(calls[0])
+        spent = [(next(calls[0]), next(calls[1])) for _ in range(CALLS)]
+        size += self.store.log_bytes
+        for _ in range(EPISODE - LATE - CALLS // 2):
+            next(calls[1])
+        size = self.store.log_bytes - size
+        for item in (early, late):
+            self.store.end(item)
+        costs = [statistics.median(each) for each in zip(*spent, strict=True)]
+        return costs[0], costs[1], size * EPISODE // (EPISODE - CALLS)
+
+    def _calls(self, item: EpisodeItem) -> Iterator[float]:
+        """Play an episode, and yield the endpoint's CPU time (s) of each call."""
         messages: list[dict[str, str]] = []
-        costs = dict.fromkeys((EARLY, LATE), 0.0)
-        for number in range(1, turns + 1):
+        while True:
             text = _words(WORDS)
             self.store.script = (*self._chat.tokenizer.encode(text), self._chat.tokenizer.eos)
             messages.append({"role": "user", "content": _words(WORDS).strip()})
@@ -253,11 +279,7 @@ class _Scene:
             content = json.loads(reply)["choices"][0]["message"]["content"]
             assert content == text, content
             messages.append({"role": "assistant", "content": content})
-            for turn in costs:
-                if abs(number - turn) <= CALLS // 2:
-                    costs[turn] += spent / (CALLS + 1)
-        self.store.end(item)
-        return costs, self.store.log_bytes - size
+            yield spent
 
     def stream(self, stop: list[str]) -> float:
         """Stream a long answer, and return the CPU time (s)."""

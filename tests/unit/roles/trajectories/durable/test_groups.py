@@ -26,9 +26,9 @@ def test_turns_that_others_continue_are_found_without_the_path_of_each(
     drawn: list[tuple[int, int, int, int, bool]],
 ) -> None:
     known: dict[int, TrajectoryState] = {}
-    for number, (parent, offset, before, sampled, _) in enumerate(drawn):
+    for number, (parent, offset, own, sampled, _) in enumerate(drawn):
         kept = min(offset, path_length(known[parent])) if parent in known else 0
-        created = TurnCreated(number, 0, 1, "r", parent if parent in known else None, kept, bytes(4 * before), 9, "h")
+        created = TurnCreated(number, 0, 1, "r", parent if parent in known else None, kept, bytes(4 * own), 9, "h")
         group: Any = None
         segments = [PackedSegment(number, 0, bytes(4 * sampled), b"", 0, 1)]
         known[number] = TrajectoryState(number, group, segments, turn=created)
