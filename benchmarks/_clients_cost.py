@@ -333,7 +333,8 @@ def _serving(folder: Path, chat: ModelChat) -> Iterator[_Scene]:
 @contextmanager
 def _watched(store: _Store) -> Iterator[dict[str, float]]:
     """Measure the longest CPU time (ms) of a callback of a loop in this process, apart for that of the store."""
-    run: Any = asyncio.events.Handle._run  # type: ignore[attr-defined]
+    handles: Any = asyncio.events.Handle
+    run = handles._run
     blocks = {"endpoint": 0.0, "store": 0.0}
 
     def timed(handle: Any) -> None:
@@ -342,11 +343,11 @@ def _watched(store: _Store) -> Iterator[dict[str, float]]:
         where = "store" if threading.current_thread() is store.thread else "endpoint"
         blocks[where] = max(blocks[where], 1e3 * (time.thread_time() - began))
 
-    asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
+    handles._run = timed
     try:
         yield blocks
     finally:
-        asyncio.events.Handle._run = run  # type: ignore[attr-defined]
+        handles._run = run
 
 
 def _cpu_s(process: int | str) -> float:

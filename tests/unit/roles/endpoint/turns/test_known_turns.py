@@ -119,7 +119,7 @@ def test_answer_is_shown_once_however_often_its_conversation_continues(monkeypat
         turns.sample(made, *encode("12"), finished=True)
         newest = made, path + encode("12")
         messages += [Message("assistant", "12"), Message("user", str(number))]
-        path = CHAT.extend(path, encode("12"), messages, len(messages) - 1)
+        path = CHAT.extend(path, encode("12"), messages, len(messages) - 1) or ()
     assert len(shown) == len(set(shown)) == 9
     asyncio.run(known.newest_answer(0, rolling_hashes(messages), read, CHAT))
     assert len(shown) == 9
