@@ -6,7 +6,7 @@ time, and can be recognised in a later request. All functions here are pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import msgspec
@@ -97,30 +97,31 @@ class GrowingText:
 
 def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> StopEnd | None:
     """Return where the first stop text ends an answer; None if the answer contains no stop text."""
-    if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
+    text = tokenizer.decode(tokens) if stop else ""
+    if not stop or (cut := _first_stop(text, stop)) is None:
         return None
 
     def stops(length: int) -> bool:
         return _first_stop(_stable(tokenizer.decode(tokens[:length])), stop) is not None
 
-    high = _length_to_stop(tokens, stop, tokenizer)
+    high = _length_until(lambda text: text.stopped, tokens, GrowingText(tokenizer, stop))
     if stops(high - 1) or (high < len(tokens) and not stops(high)):  # earlier text has changed (GrowingText)
         low, high = 0, len(tokens)  # with ``low`` tokens the text has no stop text, with ``high`` it has one
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if stops(middle) else (middle, high)
-    text = tokenizer.decode(tokens[:high])
+    text = text if high == len(tokens) else tokenizer.decode(tokens[:high])
     first = _first_stop(text, stop)
     return StopEnd(high, text[: cut if first is None else first])
 
 
-def _length_to_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens up to the one that completes the first stop text."""
-    growing = before = GrowingText(tokenizer, stop)
-    while growing.length < len(tokens) and not growing.stopped:
+def _length_until(passed: Callable[[GrowingText], bool], tokens: Sequence[int], growing: GrowingText) -> int:
+    """Return with how many tokens a text, which is empty at first, has passed a place; all tokens if it never does."""
+    before = growing
+    while growing.length < len(tokens) and not passed(growing):
         before = copy(growing)
         growing.add(tokens[growing.length : growing.length + _PIECE])
-    while before.length < len(tokens) and not before.stopped:
+    while before.length < len(tokens) and not passed(before):
         before.add(tokens[before.length : before.length + 1])
     return before.length
 
@@ -179,7 +180,9 @@ def shown_answer(
 
 def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the longest prefix of the sampled tokens whose text is a prefix of ``text``."""
-    length = len(sampled)
+    length = _length_until(lambda now: not text.startswith(now.stable()), sampled, GrowingText(tokenizer))
+    if not tokenizer.decode(sampled[:length]).startswith(text):  # earlier text has changed (GrowingText)
+        length = len(sampled)
     while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
         length -= 1
     return tuple(sampled[:length])

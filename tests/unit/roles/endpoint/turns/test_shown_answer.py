@@ -14,6 +14,7 @@ from rrl.roles.endpoint.turns.shown_answer import (
     AnswerFormat,
     GrowingText,
     StopEnd,
+    _tokens_of,
     end_at_stop,
     shown_answer,
     stable_text,
@@ -159,3 +160,16 @@ def test_end_at_a_stop_text_is_that_of_a_search_over_all_tokens(
     else:
         assert end is not None
         assert cut(end.length) >= 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 3), PIECES, st.integers(0, 40))
+def test_tokens_before_a_stop_text_are_those_of_a_search_from_the_end(
+    kinds: list[Tokenizer], kind: int, pieces: list[list[int]], cut: int
+) -> None:
+    tokenizer = kinds[kind % len(kinds)]
+    tokens = [token % tokenizer.size for piece in pieces for token in piece]
+    text = tokenizer.decode(tokens)[:cut]
+    lengths = range(len(tokens), -1, -1)
+    longest = next(length for length in lengths if text.startswith(tokenizer.decode(tokens[:length])))
+    assert _tokens_of(text, tokens, tokenizer) == tuple(tokens[:longest])
