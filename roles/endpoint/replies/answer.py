@@ -95,8 +95,8 @@ class SampledAnswer:
             self._sent = "" if self._form.calls else stable_text(sent, self._form.stop, self._chat.tokenizer)
         since, self._reported = self._reported, self.length
         shown = self.shown() if self.finished else None
-        text = shown.content if shown is not None else "" if self._form.calls else self._grown().stable()
-        added = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        content = shown.content if shown is not None else "" if self._form.calls else self._grown().stable()
+        added = content[len(self._sent) :] if content.startswith(self._sent) else ""
         self._sent += added
         self._end_reported = self.finished
         return Part(since, added, shown)

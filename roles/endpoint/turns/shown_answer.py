@@ -178,11 +178,11 @@ def shown_answer(
     return Message(ASSISTANT, read.content + rest, tool_calls=calls, reasoning=read.reasoning)
 
 
-def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the longest prefix of the sampled tokens whose text is a prefix of ``text``."""
-    length = _length_until(lambda now: not text.startswith(now.stable()), sampled, GrowingText(tokenizer))
-    if not tokenizer.decode(sampled[:length]).startswith(text):  # earlier text has changed (GrowingText)
+def _tokens_of(content: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the longest prefix of the sampled tokens whose text is a prefix of ``content``."""
+    length = _length_until(lambda now: not content.startswith(now.stable()), sampled, GrowingText(tokenizer))
+    if not tokenizer.decode(sampled[:length]).startswith(content):  # earlier text has changed (GrowingText)
         length = len(sampled)
-    while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
+    while length and (part := tokenizer.decode(sampled[:length])) != content[: len(part)]:
         length -= 1
     return tuple(sampled[:length])
