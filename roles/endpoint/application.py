@@ -44,7 +44,7 @@ from .replies.reply import Reply
 from .replies.writer import OpenedTurns
 from .turns.known_turns import KnownTurns
 from .turns.preparation import Preparation, Work
-from .turns.turn_context import Context, Paths
+from .turns.turn_context import Context, Paths, branch
 
 _log = logging.getLogger("rrl.endpoint")
 
@@ -188,11 +188,11 @@ class Endpoint:
         """Return the number of tokens of the context that a call of the same body would have."""
         key = self._episode_key(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
-            work = Work(FORMS["messages"].parse, await read_body(request, self._max_body), None)
+            work = Work(FORMS["messages"].parse, await read_body(request, self._max_body))
             call = await self._parse(work)
             chat = await asyncio.to_thread(self._preparation.chat_of, call)
             episode = await self._known.read(key.episode, call.digest)
-            context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
+            context = await self._context(key.episode, call, chat, work, _with_path(episode.turns))
         return JSONResponse({"input_tokens": context.length})
 
     async def _answer(self, request: Request, *, wire: str) -> ASGIApp:
@@ -200,7 +200,7 @@ class Endpoint:
         repeated, untrained = _repeated(request), _is_untrained(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             body = await read_body(request, self._max_body)
-            call, opened = await self._open(key, Work(FORMS[wire].parse, body, None, untrained), repeated)
+            call, opened = await self._open(key, Work(FORMS[wire].parse, body, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
             end = self._begin(key.episode, opened, reply)
@@ -240,14 +240,21 @@ class Endpoint:
             self._noted.add(what)
             _log.info(text, *given)
 
-    async def _context(self, call: Call, chat: Chat, work: Work) -> Context:
+    async def _context(self, episode: int, call: Call, chat: Chat, work: Work, turns: Sequence[Turn]) -> Context:
         """Find the context of a parsed call, where it was parsed."""
-        assert work.turns is not None
+        answered = await self._known.newest_answer(episode, call.hashes, turns, chat)
         if len(work.body) <= INLINE_BYTES:
-            return self._preparation.context(call, chat, work.turns)
-        context = (await self._processes.prepare(work))[1]
-        assert context is not None
-        return context
+            context = self._preparation.context(call, chat, answered)
+        else:
+            path, sent = () if answered is None else answered.given + answered.sampled, answered
+            if answered is not None and not chat.reads_context:
+                sent = structs.replace(answered, given=(), sampled=answered.sampled[-1:])
+            left_out = 0 if sent is None else len(path) - len(sent.given + sent.sampled)
+            work = structs.replace(work, finds_context=True, answered=sent, left_out=left_out)
+            prepared = (await self._processes.prepare(work))[1]
+            assert prepared is not None
+            context = structs.replace(prepared, tokens=path[: prepared.offset] + prepared.given)
+        return branch(context, turns) if context.parent is None else context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
@@ -277,7 +284,8 @@ class Endpoint:
                 raise
             except Refused as error:  # for example, a limit has changed since the recorded attempt
                 _log.info("a recorded turn is not used again: %s", error)
-        context = await self._context(call, chat, structs.replace(work, turns=_with_path(episode.turns)))
+        turns = _with_path(episode.turns)
+        context = await self._context(key.episode, call, chat, work, turns)
         return call, await self._open_turns(key, call, chat, number, context)
 
     async def _open_turns(self, key: EpisodeKey, call: Call, chat: Chat, number: int, context: Context) -> OpenedTurns:

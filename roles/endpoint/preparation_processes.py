@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ...core.run_spec import ModelSpec
 from ..models.chat import open_chat
 from .calls.call import Call, Policy
@@ -49,9 +51,12 @@ class _Process:
             command = [sys.executable, "-P", "-m", __name__, str(other.fileno())]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
         self.pipe.send((model, policy))
+        self.body = b""
+        """The newest body, whose call the process remembers."""
 
     def ask(self, work: Work) -> Any:
-        self.pipe.send(work)
+        known, self.body = work.body is self.body, work.body
+        self.pipe.send(structs.replace(work, body=b"") if known else work)
         return self.pipe.recv()
 
     def end(self) -> None:
@@ -79,7 +84,11 @@ class PreparationProcesses:
         huge = len(work.body) > _HUGE_BYTES
         async with self._places[huge]:
             self._idle = [idle for idle in self._idle if idle.process.poll() is None]
-            process = self._idle.pop() if self._idle else await asyncio.to_thread(_Process, self._model, self._policy)
+            if self._idle:
+                place = next((at for at, idle in enumerate(self._idle) if idle.body is work.body), -1)
+                process = self._idle.pop(place)
+            else:
+                process = await asyncio.to_thread(_Process, self._model, self._policy)
             self._working.add(process)
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -115,14 +124,15 @@ def main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")  # of the processes of a role, the kernel ends this one first
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     model, policy = pipe.recv()
-    preparation = Preparation(open_chat(model), policy)
+    preparation, body = Preparation(open_chat(model), policy), b""
     with suppress(EOFError):
         while True:
             work = pipe.recv()
-            if len(work.body) > _HUGE_BYTES:
+            body = work.body or body
+            if len(body) > _HUGE_BYTES:
                 os.nice(10)
             try:
-                pipe.send(preparation.prepare(work))
+                pipe.send(preparation.prepare(structs.replace(work, body=body)))
             except ApiError as error:
                 pipe.send((error.status, error.body["error"]))
 

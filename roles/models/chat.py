@@ -73,6 +73,8 @@ class PieceChat:
             an answer is encoded as it is.
     """
 
+    reads_context = False
+
     def __init__(self, tokenizer: Tokenizer, model: ModelSpec) -> None:
         assert model.tokenizer is not None
         self.tokenizer, self.model = tokenizer, model
@@ -127,6 +129,8 @@ class FolderChat:
     Raises:
         ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
+
+    reads_context = False
 
     def __init__(self, tokenizer: TemplateTokenizer, model: ModelSpec) -> None:
         self.tokenizer, self.model = tokenizer, model

@@ -66,6 +66,10 @@ class ToolsUnsupported(ValueError):
 class Chat(Protocol):
     """Converts conversations to tokens, and sampled tokens to the content of an answer."""
 
+    reads_context: bool
+    """False if neither :meth:`extend` nor :meth:`read` looks at the context, and if :meth:`extend` only adds tokens to
+    context and answer, which depend on the last sampled token and the messages."""
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -126,6 +130,9 @@ class TemplateTokenizer(Tokenizer, Protocol):
 
     has_developer: bool
     """True if the template has messages of the role :data:`DEVELOPER`."""
+    shows_apart: bool
+    """True if the template is known to show each message alike whatever the messages are that are neither it nor the
+    first one."""
     takes_parts: bool
     """True if the template joins the pieces of a content itself."""
 

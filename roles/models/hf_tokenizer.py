@@ -67,6 +67,7 @@ class FolderTokenizer:
         """Maximum number of bytes of a text."""
         self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
+        self.shows_apart = shows_apart(source)
         self.has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
         self.takes_parts = False
         self.takes_parts = self._joins_parts()
@@ -211,16 +212,21 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> tuple[Callable[..., 
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(f"[model] chat: {folder} has no chat template; remove `chat`, or add {CHAT_TEMPLATE}")
+    try:
+        template = _environment().from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"[model] chat: the chat template of {folder} cannot be read: {error}") from None
+    return template.render, source
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment of chat templates, as transformers has it."""
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     jinja.filters["tojson"] = _to_json
     jinja.globals["raise_exception"] = _raise_template_error
-    try:
-        template = jinja.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"[model] chat: the chat template of {folder} cannot be read: {error}") from None
-    return template.render, source
+    return jinja
 
 
 class _Generation(Extension):
@@ -232,6 +238,53 @@ class _Generation(Extension):
         """Return the statements between ``{% generation %}`` and ``{% endgeneration %}``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_APART = (
+    *(nodes.TemplateData, nodes.Output, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Assign, nodes.If),
+    *(nodes.Compare, nodes.Operand, nodes.Add, nodes.Concat, nodes.Not, nodes.And, nodes.Or, nodes.Filter, nodes.Test),
+)
+"""The only nodes of a template that shows messages apart: nothing that keeps a state, ends the loop or may differ."""
+_GLOBAL = {"messages", "loop", "add_generation_prompt"}
+"""Variables by which a message's text could depend on other messages."""
+
+
+def shows_apart(source: str) -> bool:
+    """Return whether a chat template shows each message by a text that depends on no message but itself and the first.
+
+    Such a template is a loop over all messages, in which only ``loop.first`` and ``messages[0]`` tell of others, and
+    after which only the beginning of an answer follows.
+    """
+    try:
+        body = _environment().parse(source).body
+    except TemplateError:
+        return False
+    at = next((place for place, node in enumerate(body) if isinstance(node, nodes.For)), len(body))
+    if at == len(body) or not all(_begins_answer(node) for node in body[at + 1 :]):
+        return False
+    loop = body[at]
+    assert isinstance(loop, nodes.For)
+    if not (isinstance(loop.target, nodes.Name) and loop.iter == nodes.Name("messages", "load")):
+        return False
+    if loop.test is not None or loop.else_ or loop.recursive or loop.target.name in _GLOBAL:
+        return False
+    shown = [inner for node in (*body[:at], *loop.body) for inner in (node, *node.find_all(nodes.Node))]
+    first, is_first = nodes.Getitem(nodes.Name("messages", "load"), nodes.Const(0), "load"), nodes.Name("loop", "load")
+    allowed = sum(node == first or node == nodes.Getattr(is_first, "first", "load") for node in shown)
+    named = sum(isinstance(node, nodes.Name) and node.name in _GLOBAL for node in shown)
+    return named == allowed and all(isinstance(node, _APART) for node in shown)
+
+
+def _begins_answer(node: nodes.Node) -> bool:
+    """Return whether a node of a template has no text unless an answer begins."""
+    return (
+        isinstance(node, nodes.If)
+        and node.test == nodes.Name("add_generation_prompt", "load")
+        and not (node.elif_ or node.else_)
+        and all(
+            isinstance(inner, _APART) and inner != nodes.Name("messages", "load") for inner in node.find_all(nodes.Node)
+        )
+    )
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -40,6 +40,8 @@ class TemplateChat:
         ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
+    reads_context = False
+
     def __init__(self, tokenizer: TemplateTokenizer, places: SystemPlaces, *, tools: Sequence[Any] = ()) -> None:
         self.tokenizer: Tokenizer = tokenizer
         self._folder_tokenizer = tokenizer
@@ -56,6 +58,8 @@ class TemplateChat:
         """Return the tokens of a conversation that continues after an answer (:meth:`.conversation.Chat.extend`)."""
         if self._answer_ends is None:
             return None
+        if self._folder_tokenizer.shows_apart and answered > 1 and not any(map(_is_system, messages[1:])):
+            messages, answered = (messages[0], *messages[answered - 1 :]), 2  # the text after the answer is the same
         before = self._render(messages[:answered], answer_begins=False)
         whole = self._render(messages, answer_begins=True)
         if not whole.startswith(before):
@@ -82,3 +86,8 @@ class TemplateChat:
         whole = self._render([asked, answer], answer_begins=False)
         start = before + answer.content
         return whole.removeprefix(start) if whole.startswith(start) else None
+
+
+def _is_system(message: Message) -> bool:
+    """Return whether a message may be joined with others (:func:`.system_messages.place_system`)."""
+    return message.role in SYSTEM_ROLES

@@ -153,6 +153,8 @@ class FamilyChat:
         tools: OpenAI's list of tools.
     """
 
+    reads_context = True
+
     def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, places: SystemPlaces, tools: Sequence[Any]) -> None:
         self.tokenizer = tokenizer
         self._renderer, self._places, self._tools = renderer, places, list(tools)
@@ -202,6 +204,8 @@ class ParsedChat:
         places: What :func:`.template_chat.template_places` returns for this tokenizer.
         tools: OpenAI's list of tools, which the template shows.
     """
+
+    reads_context = False
 
     def __init__(self, tokenizer: TemplateTokenizer, parser: str, places: SystemPlaces, tools: Sequence[Any]) -> None:
         chat = TemplateChat(tokenizer, places, tools=tools)

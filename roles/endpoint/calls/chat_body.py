@@ -25,6 +25,8 @@ from .sampling import foreign_sampling
 
 _NO_VALUES: tuple[Any, ...] = (None, "", [], {})
 """The values with which a key is ignored, whatever its name: clients send back all keys of an answer."""
+_PLAIN_KEYS = {"role", "content"}
+"""The keys of most messages."""
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -122,6 +124,8 @@ def parse_message(given: Any, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise wrong(where, 'must have a role and a content: {"role": "user", "content": "..."}')
+    if given.keys() == _PLAIN_KEYS and isinstance(given["content"], str):  # long conversations have hundreds of these
+        return Message(given["role"], given["content"])
     role, texts = given["role"], {"name": "", "tool_call_id": "", "reasoning_content": ""}
     parts = _parts(given.get("content"), where)
     calls: tuple[ToolCall, ...] = ()

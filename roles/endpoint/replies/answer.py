@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ...models.conversation import Chat, Message
 from ..calls.call import Call
-from ..turns.shown_answer import AnswerFormat, end_at_stop, shown_answer, stable_text
+from ..turns.shown_answer import AnswerFormat, GrowingText, end_at_stop, shown_answer, stable_text
 
 
 class End(StrEnum):
@@ -51,6 +51,7 @@ class SampledAnswer:
     ) -> None:
         self.turn, self._context, self._chat = turn, context, chat
         self._form = answer_format(call)
+        self._growing = GrowingText(chat.tokenizer, self._form.stop)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stopped_by = ""
@@ -74,7 +75,8 @@ class SampledAnswer:
         """Add tokens, and return whether they contain a stop text, with which the answer ends."""
         self.tokens += tokens
         self.logprobs += logprobs
-        end = end_at_stop(self.tokens, self._form.stop, self._chat.tokenizer)
+        stopped = bool(self._form.stop) and self._grown().stopped
+        end = end_at_stop(self.tokens, self._form.stop, self._chat.tokenizer) if stopped or finished else None
         if end is not None:
             del self.tokens[end.length :], self.logprobs[end.length :]
         self.stopped_by = "" if end is None else end.stop
@@ -90,12 +92,12 @@ class SampledAnswer:
         if self.length < self._reported or (self.length == self._reported and not self._ends_now()):
             return None
         if self._sent is None:
-            self._sent = self._text(self._reported)
+            sent = self.tokens[: self._reported]
+            self._sent = "" if self._form.calls else stable_text(sent, self._form.stop, self._chat.tokenizer)
         since, self._reported = self._reported, self.length
         shown = self.shown() if self.finished else None
-        text = self._text(self.length) if shown is None else shown.content
-        begins = len(self._sent)
-        added = text[begins:] if text[:begins] == self._sent else ""
+        content = shown.content if shown is not None else "" if self._form.calls else self._grown().stable()
+        added = content[len(self._sent) :] if content.startswith(self._sent) else ""
         self._sent += added
         self._end_reported = self.finished
         return Part(since, added, shown)
@@ -103,9 +105,10 @@ class SampledAnswer:
     def _ends_now(self) -> bool:
         return self.finished and not self._end_reported
 
-    def _text(self, length: int) -> str:
-        """Return the text of the first ``length`` tokens of an unfinished answer, as far as a stream may send it."""
-        return "" if self._form.calls else stable_text(self.tokens[:length], self._form.stop, self._chat.tokenizer)
+    def _grown(self) -> GrowingText:
+        """Return the text of the tokens so far."""
+        self._growing.add(self.tokens[self._growing.length :])
+        return self._growing
 
     def shown(self) -> Message:
         """Return the complete answer."""

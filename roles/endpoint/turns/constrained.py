@@ -38,7 +38,7 @@ class AskedChat:
     """
 
     def __init__(self, chat: Chat, constraint: Constraint, *, has_tools: bool) -> None:
-        self.tokenizer, self.read = chat.tokenizer, chat.read
+        self.tokenizer, self.read, self.reads_context = chat.tokenizer, chat.read, chat.reads_context
         self._chat, self._constraint, self._has_tools = chat, constraint, has_tools
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ its event loop, and for any other in a process (:mod:`..preparation_processes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import msgspec
 from msgspec import Struct, structs
@@ -25,6 +26,9 @@ _MARK = 10**12
 """First of the numbers that replace the contents of messages to find out whether a template shows them."""
 _MAX_SEQUENCES = 4096
 """Maximum number of sequences of roles that are remembered. Agents choose the roles."""
+_MAX_HASHES = 2**16
+"""Maximum number of hashes of a conversation that a process returns. So an answer that more messages follow is not
+found. It bounds the work of the event loop."""
 
 
 class Work(Struct, frozen=True):
@@ -33,10 +37,14 @@ class Work(Struct, frozen=True):
     parse: Callable[[bytes, Policy], Call]
     """Translates the body; a function of a module, which a process can import."""
     body: bytes
-    turns: tuple[Turn, ...] | None
-    """Turns of the attempt; None if only the call is read."""
     untrained: bool = False
     """True if the agent has said that the answer must not be trained."""
+    finds_context: bool = False
+    """True if the context is found, too; False if the call is only parsed."""
+    answered: Turn | None = None
+    """The answer that the conversation continues (:func:`.turn_context.chat_context`)."""
+    left_out: int = 0
+    """Number of tokens of this answer and its context that are left out, because the chat does not read them."""
 
 
 class Preparation:
@@ -50,22 +58,30 @@ class Preparation:
     def __init__(self, chat: ModelChat, policy: Policy) -> None:
         self._chat, self._policy = chat, policy
         self._decode: Callable[[Sequence[int]], str] | None = getattr(chat.tokenizer, "decode_all", None)
+        self._parsed: tuple[Work, Call] | None = None
         self._shown: set[tuple[str, ...]] = set()
         """Sequences of roles in which the template is known to show the content of the message in the middle."""
 
     def prepare(self, work: Work) -> tuple[Call, Context | None]:
-        """Parse a call, and find its context.
+        """Parse a call, and find its context. The call that was parsed last is remembered.
 
         Returns:
-            The call, without its messages and prompt, and the context of its answers.
+            The call, without its messages and prompt and with its last hashes, and the context of its answers, without
+            the tokens that it keeps of its parent's path.
 
         Raises:
             ApiError: The call cannot be served.
         """
-        call = self.parse(work)
-        context = None if work.turns is None else self.context(call, self.chat_of(call), work.turns)
+        asked = msgspec.structs.replace(work, finds_context=False, answered=None, left_out=0)
+        if self._parsed is None or self._parsed[0] != asked:
+            self._parsed = asked, self.parse(asked)
+        call, context = self._parsed[1], None
+        if work.finds_context:
+            context = self.context(call, self.chat_of(call), work.answered, work.left_out)
+            context = msgspec.structs.replace(context, tokens=context.given)
         messages = None if call.messages is None else ()
-        return msgspec.structs.replace(call, messages=messages, prompt="", hashes=call.hashes[-1:]), context
+        hashes = call.hashes[-1:] if work.finds_context else call.hashes[-_MAX_HASHES:]
+        return msgspec.structs.replace(call, messages=messages, prompt="", hashes=hashes), context
 
     def parse(self, work: Work) -> Call:
         """Parse a call. One that is not trained may ask for any sampling. Raises ApiError."""
@@ -107,27 +123,28 @@ class Preparation:
         sampling = msgspec.structs.replace(call.sampling or Sampling(), constraint=grammar)
         return msgspec.structs.replace(call, sampling=sampling)
 
-    def context(self, call: Call, chat: Chat, turns: Sequence[Turn]) -> Context:
-        """Return the context of the answers to a call. Raises ApiError."""
+    def context(self, call: Call, chat: Chat, answered: Turn | None, left_out: int = 0) -> Context:
+        """Return the context of the answers to a call (:func:`.turn_context.chat_context`). Raises ApiError."""
         param = "prompt" if call.messages is None else "messages"
         try:
             if call.messages is not None:
-                context = chat_context(call, turns, chat)
+                context = chat_context(call, answered, chat)
                 self._check_shown(call.messages, chat, bool(call.tools))
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
                 if any(token >= chat.tokenizer.size for token in prompt):
                     raise wrong("prompt", "a token id is beyond the vocabulary")
-                context = plain_context(prompt, turns)
-            if context.length >= self._policy.max_length:
-                raise TextTooLong(f"the request has {context.length}")
+                context = plain_context(prompt)
+            before = 0 if context.parent is None else left_out
+            if before + context.length >= self._policy.max_length:
+                raise TextTooLong(f"the request has {before + context.length}")
         except TextTooLong as error:
             most = f"this model's maximum context length is {self._policy.max_length:g} tokens"
             problem = f"{most}; {error}, and an answer needs one more"
             raise ApiError(400, problem, code="context_length_exceeded", param=param) from None
         except ValueError as error:
             raise wrong(param, str(error)) from None
-        return context
+        return msgspec.structs.replace(context, offset=before + context.offset)
 
     def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:
         """Refuse a conversation if the chat template of the model's folder drops one of its messages.
@@ -136,8 +153,7 @@ class Preparation:
         of three roles is tried once. The content of an answer with tool calls may be dropped, as in vLLM.
         """
         roles = [message.role + "+" * bool(message.tool_calls) for message in messages]
-        around = [str(tools), *roles, ""]
-        sequences = [(around[0], *around[place : place + 3]) for place in range(len(roles))]
+        sequences = set(zip(repeat(str(tools)), [str(tools), *roles], roles, [*roles[1:], ""], strict=False))
         if self._decode is None or self._shown.issuperset(sequences):
             return
         marked = [_marked(message, place) for place, message in enumerate(messages)]

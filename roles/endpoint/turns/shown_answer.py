@@ -6,7 +6,8 @@ time, and can be recognised in a later request. All functions here are pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +17,8 @@ from ...models.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
 """Character that stands for bytes which are not yet a character: the next token may complete them."""
+_PIECE = 64
+"""Number of tokens that are decoded at once in the search for a stop text."""
 
 
 class AnswerFormat(Struct, frozen=True, omit_defaults=True):
@@ -48,21 +51,84 @@ class StopEnd(Struct, frozen=True):
     """The stop text."""
 
 
+class GrowingText:
+    """The text of tokens that are added piece by piece: only the newest tokens are decoded again.
+
+    This is exact for a tokenizer that decodes a token alike after any tokens. Others may also change earlier text, so
+    a complete answer is always decoded as a whole.
+
+    Args:
+        tokenizer: The tokenizer.
+        stop: The stop texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._longest = max(map(len, stop), default=1)
+        self._whole, self._rest = "", ""
+        """The text up to the newest complete character, and the text after it."""
+        self._newest: tuple[int, ...] = ()
+        """The newest tokens, whose text begins with ``_known``; ``_rest`` follows."""
+        self._known = ""
+        self._ended = False
+        self.length = 0
+        """Number of tokens."""
+        self.stopped = False
+        """Whether the tokens that were added last have completed a stop text."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add tokens; those after a stop token of the model have no text."""
+        self.length += len(tokens)
+        self.stopped = False
+        if self._ended or not tokens:
+            return
+        self._ended = not self._tokenizer.stop_tokens.isdisjoint(tokens)
+        self._newest += tuple(tokens)
+        decoded = self._tokenizer.decode(self._newest)
+        self._rest = decoded[len(self._known) :] if decoded.startswith(self._known) else ""
+        before = self._whole[max(0, len(self._whole) - self._longest + 1) :]
+        self.stopped = _first_stop(before + self._rest, self._stop) is not None
+        if self._rest and not self._rest.endswith(INCOMPLETE):
+            self._whole, self._rest = self._whole + self._rest, ""
+            self._newest, self._known = tuple(tokens), self._tokenizer.decode(tokens)
+
+    def stable(self) -> str:
+        """Return the beginning of the text that no further token or stop text can change."""
+        return _without_stop_begun(_stable(self._whole + self._rest), self._stop)
+
+
 def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> StopEnd | None:
     """Return where the first stop text ends an answer; None if the answer contains no stop text."""
-    if not stop or (cut := _first_stop(tokenizer.decode(tokens), stop)) is None:
+    text = tokenizer.decode(tokens) if stop else ""
+    if not stop or (cut := _first_stop(text, stop)) is None:
         return None
-    low, high = 0, len(tokens)  # with ``low`` tokens the text has no stop text, with ``high`` it has one
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _first_stop(_stable(tokenizer.decode(tokens[:middle])), stop)
-        low, high = (middle, high) if found is None else (low, middle)
-    text = tokenizer.decode(tokens[:high])
+
+    def stops(length: int) -> bool:
+        return _first_stop(_stable(tokenizer.decode(tokens[:length])), stop) is not None
+
+    high = _length_until(lambda text: text.stopped, tokens, GrowingText(tokenizer, stop))
+    if stops(high - 1) or (high < len(tokens) and not stops(high)):  # earlier text has changed (GrowingText)
+        low, high = 0, len(tokens)  # with ``low`` tokens the text has no stop text, with ``high`` it has one
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if stops(middle) else (middle, high)
+    text = text if high == len(tokens) else tokenizer.decode(tokens[:high])
     first = _first_stop(text, stop)
     begin = cut if first is None else first
     return StopEnd(
         high, text[:begin], next((each for each in stop if text[begin : begin + len(each)] == each), stop[0])
     )
+
+
+def _length_until(passed: Callable[[GrowingText], bool], tokens: Sequence[int], growing: GrowingText) -> int:
+    """Return with how many tokens a text, which is empty at first, has passed a place; all tokens if it never does."""
+    before = growing
+    while growing.length < len(tokens) and not passed(growing):
+        before = copy(growing)
+        growing.add(tokens[growing.length : growing.length + _PIECE])
+    while before.length < len(tokens) and not passed(before):
+        before.add(tokens[before.length : before.length + 1])
+    return before.length
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:
@@ -77,7 +143,11 @@ def _stable(text: str) -> str:
 
 def stable_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
     """Return the beginning of an unfinished answer's text that no further token or stop text can change."""
-    text = _stable(tokenizer.decode(tokens))
+    return _without_stop_begun(_stable(tokenizer.decode(tokens)), stop)
+
+
+def _without_stop_begun(text: str, stop: Sequence[str]) -> str:
+    """Return the text without an end that may be the beginning of a stop text."""
     held = max((_overlap(text, end) for end in stop), default=0)
     return text[: len(text) - held]
 
@@ -113,9 +183,11 @@ def shown_answer(
     return Message(ASSISTANT, read.content + rest, tool_calls=calls, reasoning=read.reasoning)
 
 
-def _tokens_of(text: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the longest prefix of the sampled tokens whose text is a prefix of ``text``."""
-    length = len(sampled)
-    while length and (part := tokenizer.decode(sampled[:length])) != text[: len(part)]:
+def _tokens_of(content: str, sampled: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the longest prefix of the sampled tokens whose text is a prefix of ``content``."""
+    length = _length_until(lambda now: not content.startswith(now.stable()), sampled, GrowingText(tokenizer))
+    if not tokenizer.decode(sampled[:length]).startswith(content):  # earlier text has changed (GrowingText)
+        length = len(sampled)
+    while length and (part := tokenizer.decode(sampled[:length])) != content[: len(part)]:
         length -= 1
     return tuple(sampled[:length])

@@ -16,6 +16,7 @@ here are pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import msgspec
 from msgspec import Struct
@@ -47,27 +48,22 @@ class Context(Struct, frozen=True):
 
 
 class Paths:
-    """The paths of an episode's turns, each computed once.
+    """The paths of an episode's turns.
+
+    A path is put together when it is asked for: all paths of a long episode would take the square of its length.
 
     Args:
         turns: The turns; each parent of a turn is among them.
+        known: The number of a turn and its context, if this was put together before.
     """
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[Turn], known: tuple[int, tuple[int, ...]] | None = None) -> None:
+        self._known = known
         self._turns: Mapping[int, Turn] = {turn.id: turn for turn in turns}
-        self._paths: dict[int, tuple[int, ...]] = {}
 
     def path(self, turn: int) -> tuple[int, ...]:
         """Return the tokens from the beginning of the conversation to the newest sampled token of a turn."""
-        missing: list[Turn] = []
-        parent: int | None = turn
-        while parent is not None and parent not in self._paths:
-            missing.append(self._turns[parent])
-            parent = missing[-1].parent
-        for step in reversed(missing):
-            before = () if step.parent is None else self._paths[step.parent][: step.offset]
-            self._paths[step.id] = before + step.given + step.sampled
-        return self._paths[turn]
+        return self.context(turn) + self._turns[turn].sampled
 
     def context(self, turn: int) -> tuple[int, ...]:
         """Return the tokens after which a turn was sampled."""
@@ -76,63 +72,81 @@ class Paths:
 
     def before(self, parent: int | None, offset: int, given: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens of a context: the kept tokens of the parent's path, and the given tokens."""
-        return given if parent is None else self.path(parent)[:offset] + given
+        pieces = [given]
+        while parent is not None:
+            turn = self._turns[parent]
+            if self._known is not None and parent == self._known[0]:
+                pieces.append((self._known[1] + turn.sampled)[:offset])
+                break
+            if offset > turn.offset:
+                pieces.append((turn.given + turn.sampled)[: offset - turn.offset])
+                offset = turn.offset
+            parent = turn.parent
+        tokens: list[int] = []
+        for piece in reversed(pieces):
+            tokens += piece
+        return tuple(tokens)
 
 
-def chat_context(call: Call, turns: Sequence[Turn], chat: Chat) -> Context:
+def asked_before(hashes: Sequence[str], turns: Sequence[Turn]) -> list[tuple[Turn, str]]:
+    """Return the finished turns after whose conversation a conversation goes on, that of the most messages first.
+
+    Each comes with the hash that the conversation would have after the turn's answer.
+
+    Args:
+        hashes: Hash of the conversation up to each message, the last of them if there are very many.
+        turns: Turns of the attempt.
+    """
+    places = {prefix: place for place, prefix in enumerate(hashes[:-1])}
+    found = [(-places[turn.conversation], turn.id, turn) for turn in turns if turn.conversation in places]
+    return [(turn, hashes[1 - place]) for place, _, turn in sorted(found, key=itemgetter(0, 1)) if turn.finished]
+
+
+def answer_hashes(turn: Turn, context: tuple[int, ...], chat: Chat) -> tuple[str, ...]:
+    """Return the hashes that a conversation may have after a turn's answer.
+
+    There are two, because an agent may leave the reasoning out.
+    """
+    shown = shown_answer(turn.id, context, turn.sampled, AnswerFormat.decode(turn.options), chat)
+    forms = {shown, msgspec.structs.replace(shown, reasoning="")}
+    return tuple(next_hash(turn.conversation, form) for form in forms)
+
+
+def chat_context(call: Call, answered: Turn | None, chat: Chat) -> Context:
     """Return the context of an answer to a conversation.
 
     Args:
         call: The call, with its messages.
-        turns: Turns of the attempt.
+        answered: The turn of the newest recorded answer in the conversation, whose ``given`` is its whole context; None
+            if the conversation has no recorded answer.
         chat: The chat format, which already contains the tools.
+
+    Returns:
+        The context. If it has no parent, it does not continue the answer, and may begin with the path of any turn
+        (:func:`branch`).
 
     Raises:
         ValueError: The conversation cannot be encoded.
     """
     messages = call.messages or ()
-    paths = Paths(turns)
-    answered, turn = _newest_answer(call.hashes, turns, paths, chat)
-    if turn is not None:
-        tokens = chat.extend(paths.context(turn.id), turn.sampled, messages, answered)
+    if answered is not None:
+        count = call.hashes.index(answered.conversation) + 2
+        tokens = chat.extend(answered.given, answered.sampled, messages, count)
         if tokens is not None:
-            path = paths.path(turn.id)
+            path = answered.given + answered.sampled
             offset = len(path) if tokens[: len(path)] == path else _common_length(tokens, path)
-            return Context(turn.id, offset, tokens[offset:], call.conversation, tokens)
-    return _branch(chat.prompt(messages), turns, call.conversation)
+            return Context(answered.id, offset, tokens[offset:], call.conversation, tokens)
+    return plain_context(chat.prompt(messages), call.conversation)
 
 
-def plain_context(tokens: Sequence[int], turns: Sequence[Turn]) -> Context:
-    """Return the context of a completion of ``tokens``, which are a prompt without messages."""
-    return _branch(tuple(tokens), turns, "")
+def plain_context(tokens: Sequence[int], conversation: str = "") -> Context:
+    """Return the context of ``tokens``, which continue no recorded answer, before it may begin with a turn's path."""
+    return Context(None, 0, tuple(tokens), conversation, tuple(tokens))
 
 
-def _newest_answer(hashes: Sequence[str], turns: Sequence[Turn], paths: Paths, chat: Chat) -> tuple[int, Turn | None]:
-    """Find the recorded answer after which the fewest messages follow.
-
-    If two turns gave equal answers to the same messages, return the turn with the lower number. An answer without its
-    reasoning is also found, because an agent may leave the reasoning out.
-
-    Returns:
-        Number of messages up to the answer, and its turn; (0, None) if the conversation has no recorded answer.
-    """
-    known = {prefix: count for count, prefix in enumerate(hashes, start=1)}
-    answered, found = 0, None
-    for turn in sorted(turns, key=lambda turn: turn.id):
-        asked = known.get(turn.conversation)
-        if not turn.finished or asked is None or asked < answered:
-            continue
-        form = AnswerFormat.decode(turn.options)
-        shown = shown_answer(turn.id, paths.context(turn.id), turn.sampled, form, chat)
-        forms = {shown, msgspec.structs.replace(shown, reasoning="")}
-        count = max(known.get(next_hash(turn.conversation, form), 0) for form in forms)
-        if count > answered:
-            answered, found = count, turn
-    return answered, found
-
-
-def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], conversation: str) -> Context:
-    """Return ``tokens`` as a context that branches off the turn whose path shares the longest prefix with them."""
+def branch(context: Context, turns: Sequence[Turn]) -> Context:
+    """Return a context without a parent as one that branches off the turn whose path shares the most tokens with it."""
+    tokens = context.tokens
     shared: dict[int | None, int] = {None: 0}
     parent = None
     for turn in sorted(turns, key=lambda turn: turn.id):  # a parent's number is less than its children's
@@ -144,7 +158,7 @@ def _branch(tokens: tuple[int, ...], turns: Sequence[Turn], conversation: str) -
         if common > shared[parent]:
             parent = turn.id
     offset = shared[parent]
-    return Context(parent, offset, tokens[offset:], conversation, tokens)
+    return Context(parent, offset, tokens[offset:], context.conversation, tokens)
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:

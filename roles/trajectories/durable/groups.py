@@ -150,12 +150,6 @@ class Group(Struct, eq=False):
                 yield from track.episode.turns.values()
 
 
-def own_length(turn: TrajectoryState) -> int:
-    """Return the number of given and sampled tokens that a turn adds to the path of its parent."""
-    assert turn.turn is not None
-    return given_length(turn.turn) + turn.length
-
-
 def path_length(turn: TrajectoryState) -> int:
     """Return the number of tokens of the path of a turn."""
     return prompt_length(turn) + turn.length
@@ -190,14 +184,24 @@ def ancestry(turn: TrajectoryState, turns: dict[int, TrajectoryState]) -> list[t
     return path[::-1]
 
 
-def continued(turns: Iterable[TrajectoryState], known: dict[int, TrajectoryState]) -> set[int]:
+def reached(turns: Collection[TrajectoryState], known: dict[int, TrajectoryState]) -> dict[int, int]:
+    """Return, for each turn that others of these turns descend from, how many tokens of its path their paths share.
+
+    If there are several, it is the largest number. A turn's number is greater than its parent's.
+    """
+    ids = {turn.id for turn in turns}
+    shared: dict[int, int] = {}
+    for number in sorted(known, reverse=True):
+        created = known[number].turn
+        if created is not None and created.parent is not None and (number in ids or number in shared):
+            most = created.offset if number in ids else min(created.offset, shared[number])
+            shared[created.parent] = max(most, shared.get(created.parent, 0))
+    return shared
+
+
+def continued(turns: Collection[TrajectoryState], known: dict[int, TrajectoryState]) -> set[int]:
     """Return the turns with a sampled token in the path of another one of these turns."""
-    return {
-        before.id
-        for turn in turns
-        for before, own in ancestry(turn, known)
-        if before is not turn and before.turn is not None and own > given_length(before.turn)
-    }
+    return {number for number, shared in reached(turns, known).items() if shared > prompt_length(known[number])}
 
 
 def with_ancestors(turns: Iterable[int], known: dict[int, TrajectoryState]) -> set[int]:

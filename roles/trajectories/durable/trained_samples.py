@@ -22,7 +22,17 @@ from msgspec.structs import replace
 from ...models.rewards import ANY_AGENT, Reward
 from ..extras import PackedExtras, cut, join, joined_bytes
 from ..types import NOT_SAMPLED, PackedTrajectory, PathDigest, Score
-from .groups import EpisodeState, Run, TrajectoryState, ancestry, given_length, is_foreign, own_length, prompt_length
+from .groups import (
+    EpisodeState,
+    Run,
+    TrajectoryState,
+    ancestry,
+    given_length,
+    is_foreign,
+    path_length,
+    prompt_length,
+    reached,
+)
 from .records import PackedSegment, encode
 
 _TOKEN_BYTES = 8
@@ -209,13 +219,8 @@ def leaves(track: TrajectoryState) -> list[TrajectoryState]:
     episode = track.episode
     assert episode is not None
     sampled = trainable_turns(episode)
-    continued = {
-        before.id
-        for turn in sampled
-        for before, own in ancestry(turn, episode.turns)
-        if before is not turn and own == own_length(before)
-    }
-    return [turn for turn in sampled if turn.id not in continued]
+    shared = reached(sampled, episode.turns)
+    return [turn for turn in sampled if shared.get(turn.id) != path_length(turn)]
 
 
 def samples(track: TrajectoryState) -> tuple[list[list[Run]], int]:

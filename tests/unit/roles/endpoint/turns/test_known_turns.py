@@ -5,9 +5,14 @@ import asyncio
 import msgspec
 import pytest
 
+from rrl.roles.endpoint.calls.call import rolling_hashes
+from rrl.roles.endpoint.turns import known_turns
 from rrl.roles.endpoint.turns.known_turns import KnownTurns
 from rrl.roles.endpoint.turns.shown_answer import AnswerFormat
+from rrl.roles.endpoint.turns.turn_context import answer_hashes
+from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.trajectories.client import FencedAttempt
+from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 from rrl.tests.support.roles.endpoint.served import CHAT
 
@@ -90,3 +95,31 @@ def test_ended_episode_is_reported() -> None:
 
     with pytest.raises(FencedAttempt):
         asyncio.run(KnownTurns(Over(), CHAT.tokenizer).read(0))
+
+
+def test_answer_is_shown_once_however_often_its_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of ten turns, whose context is that of the plain computation at each of them."""
+    shown: list[int] = []
+
+    def counted(turn: Turn, context: tuple[int, ...], chat: Chat) -> tuple[str, ...]:
+        shown.append(turn.id)
+        return answer_hashes(turn, context, chat)
+
+    monkeypatch.setattr(known_turns, "answer_hashes", counted)
+    turns = FakeTurns()
+    known, messages = KnownTurns(turns, CHAT.tokenizer), [Message("user", "1")]
+    newest, path = None, CHAT.prompt(messages)
+    for number in range(10):
+        read = asyncio.run(known.read(0)).turns
+        hashes = rolling_hashes(messages)
+        answered = asyncio.run(known.newest_answer(0, hashes, read, CHAT))
+        assert (None if answered is None else (answered.id, answered.given + answered.sampled)) == newest
+        offset, parent = (0, None) if newest is None else (len(newest[1]), newest[0])
+        made = asyncio.run(turns.open_turn(0, 1, f"{number}/1/0", parent, offset, path[offset:], 4, hashes[-1]))
+        turns.sample(made, *encode("12"), finished=True)
+        newest = made, path + encode("12")
+        messages += [Message("assistant", "12"), Message("user", str(number))]
+        path = CHAT.extend(path, encode("12"), messages, len(messages) - 1) or ()
+    assert len(shown) == len(set(shown)) == 9
+    asyncio.run(known.newest_answer(0, rolling_hashes(messages), read, CHAT))
+    assert len(shown) == 9

@@ -8,19 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec
 from rrl.roles.endpoint import preparation_processes
-from rrl.roles.endpoint.calls.call import Policy
+from rrl.roles.endpoint.calls.call import Policy, rolling_hashes
 from rrl.roles.endpoint.calls.chat_body import parse_chat, parse_completion
 from rrl.roles.endpoint.calls.errors import ApiError
 from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.endpoint.preparation_processes import PreparationProcesses
 from rrl.roles.endpoint.turns.preparation import Preparation, Work
+from rrl.roles.endpoint.turns.turn_context import branch
 from rrl.roles.models.chat import open_chat
+from rrl.roles.models.conversation import Message
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
 from rrl.tests.support.examples import examples
@@ -32,8 +35,9 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 USER = [{"role": "user", "content": "what is 12?"}]
 
 
-def work(wire: str = "chat", turns: tuple[Turn, ...] | None = (), **body: Any) -> Work:
-    return Work(FORMS[wire].parse, json.dumps({"model": "any", **body}).encode(), turns)
+def work(wire: str = "chat", answered: Turn | None = None, finds_context: bool = True, **body: Any) -> Work:
+    given = json.dumps({"model": "any", **body}).encode()
+    return Work(FORMS[wire].parse, given, finds_context=finds_context, answered=answered)
 
 
 def outcome(prepared: Any) -> Any:
@@ -67,8 +71,8 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     talk = [*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "sure?"}]
     works = [
         work(messages=USER),
-        work(messages=talk, turns=(answered,), tools=[TOOL]),
-        work(messages=USER, turns=None),
+        work(messages=talk, answered=answered, tools=[TOOL]),
+        work(messages=USER, finds_context=False),
         work(wire="completions", prompt=[1, 2, 3], max_tokens=10**30),
         work(wire="completions", prompt="text"),
         work(messages=[{}]),
@@ -76,7 +80,7 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
         work(messages=[{"role": "critic", "content": "no"}]),
         work(messages=[{"role": "user", "content": "a" * 10_000}]),
         work(wire="completions", prompt=[10**400]),
-        Work(parse_chat, b"[" * 100_000, ()),
+        Work(parse_chat, b"[" * 100_000, True),
     ]
 
     async def all_of_them() -> list[Any]:
@@ -88,8 +92,49 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     results = asyncio.run(all_of_them())
     assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
     _, continued = results[1]
-    assert (continued.parent, continued.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert continued.tokens == continued.given
+    placed = branch(continued, [answered])
+    assert (placed.parent, placed.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert len(results[2][0].hashes) == len(USER)
     assert [result[0] for result in results[5:]] == [400] * 6
+
+
+async def test_process_that_has_parsed_a_call_gets_its_body_once(processes: PreparationProcesses) -> None:
+    parsed = work(messages=USER, finds_context=False)
+    call, _ = await processes.prepare(parsed)
+    (idle,) = processes._idle
+    sent: list[Work] = []
+
+    class Pipe:
+        recv = idle.pipe.recv
+
+        def send(self, given: Work, send: Any = idle.pipe.send) -> None:
+            sent.append(given)
+            send(given)
+
+    idle.pipe = Pipe()  # type: ignore[assignment]
+    again, context = await processes.prepare(msgspec.structs.replace(parsed, finds_context=True))
+    assert [given.body for given in sent] == [b""]
+    assert (again.digest, context) == (call.digest, (await processes.prepare(work(messages=USER)))[1])
+
+
+def test_context_of_an_answer_that_the_chat_does_not_read_may_be_left_out() -> None:
+    assert not CHAT.reads_context
+    asked, sampled = [Message("user", "7")], CHAT.tokenizer.encode("12")
+    talk = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "12"}, {"role": "user", "content": "8"}]
+    given = CHAT.prompt(asked)
+    whole = Turn(2**40, None, 0, given, sampled, True, rolling_hashes(asked)[-1], 1, "a/1/0")
+    short = msgspec.structs.replace(whole, given=(), sampled=sampled[-1:])
+    left_out = len(given + sampled) - 1
+    for answered, dropped in ((whole, 0), (short, left_out)):
+        asked_for = msgspec.structs.replace(work(messages=talk), answered=answered, left_out=dropped)
+        _, context = Preparation(CHAT, Policy(1.0, max_length=20)).prepare(asked_for)
+        assert context is not None
+        assert (context.parent, context.offset) == (whole.id, left_out + 1)
+        assert context.given == (EOS, *CHAT.tokenizer.encode("?8="))
+        status, error = outcome(lambda sent=asked_for: Preparation(CHAT, Policy(1.0, max_length=8)).prepare(sent))
+        assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"the request has {left_out + 1 + len(context.given)}," in error["error"]["message"]
 
 
 async def test_death_of_a_process_fails_its_call_and_no_other_one(
@@ -206,7 +251,7 @@ def test_any_body_is_prepared_or_refused_as_a_mistake_of_the_agent(
     policy = Policy(1.0, "context" if foreign else "refuse", max_length=50)
     preparation = Preparation(CHAT, policy)
     for changed in (body, body | {"temperature": number}, body | {"top_k": number}, body | {"n": number}):
-        given_body = Work(parse_chat if chat else parse_completion, json.dumps(changed).encode(), ())
+        given_body = Work(parse_chat if chat else parse_completion, json.dumps(changed).encode(), True)
         result = outcome(lambda given_body=given_body: preparation.prepare(given_body))
         if isinstance(result[0], int):
             assert result[0] == 400

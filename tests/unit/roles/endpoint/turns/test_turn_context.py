@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.endpoint.calls.call import Call, identified, rolling_hashes
-from rrl.roles.endpoint.turns.turn_context import Context, Paths, chat_context, plain_context
-from rrl.roles.models.chat import open_chat
+from rrl.roles.endpoint.calls.call import Call, identified, next_hash, rolling_hashes
+from rrl.roles.endpoint.turns.known_turns import KnownTurns
+from rrl.roles.endpoint.turns.shown_answer import AnswerFormat, shown_answer
+from rrl.roles.endpoint.turns.turn_context import Context, Paths, branch, chat_context, plain_context
+from rrl.roles.models.chat import FolderChat, open_chat
 from rrl.roles.models.conversation import Chat, Message
 from rrl.roles.models.tokenizer import EOS
 from rrl.roles.trajectories.episodes.requests import Turn
+from rrl.tests.support.roles.endpoint.fake_turns import FakeTurns
 
 PIECES = (*"0123456789", "12", "<", ">", "=", "?", "|")
 SPEC = TokenizerSpec(PIECES, chat={"user": "?{content}=", "assistant": "{content}|"})
@@ -29,10 +36,29 @@ texts = st.text(st.sampled_from("0123456789<>="), max_size=3)
 
 
 def ask(chat: Chat, messages: list[Message], turns: list[Turn]) -> tuple[Context, Paths]:
+    """Return the context of a conversation, and compare it with what comes of looking at every turn."""
     call = identified(Call("chat", "policy", tuple(messages)))
-    context = chat_context(call, turns, chat)
+    known = KnownTurns(FakeTurns(), chat.tokenizer)
+    answered = asyncio.run(known.newest_answer(0, call.hashes, turns, chat))
+    assert answered == newest_of_all(call, turns, chat)
+    context = chat_context(call, answered, chat)
+    context = branch(context, turns) if context.parent is None else context
     assert context.conversation == rolling_hashes(messages)[-1]
     return context, Paths(turns)
+
+
+def newest_of_all(call: Call, turns: list[Turn], chat: Chat) -> Turn | None:
+    """Return the turn of the newest recorded answer, with its whole context, by showing the answer of each turn."""
+    known = {prefix: count for count, prefix in enumerate(call.hashes, start=1)}
+    answered, found = 0, None
+    for turn in sorted(turns, key=lambda turn: turn.id):
+        if turn.finished and turn.conversation in known:
+            shown = shown_answer(turn.id, Paths(turns).context(turn.id), turn.sampled, AnswerFormat(), chat)
+            if (count := known.get(next_hash(turn.conversation, shown), 0)) > answered:
+                answered, found = count, turn
+    if found is None:
+        return None
+    return msgspec.structs.replace(found, parent=None, offset=0, given=Paths(turns).context(found.id))
 
 
 def record(turns: list[Turn], context: Context, sampled: tuple[int, ...]) -> Turn:
@@ -139,15 +165,15 @@ def test_the_newest_recorded_answer_counts_and_unfinished_ones_do_not() -> None:
 def test_a_completion_of_tokens_has_exactly_these_tokens_as_context(prompts: list[list[int]]) -> None:
     turns: list[Turn] = []
     for prompt in prompts:
-        context = plain_context(prompt, turns)
+        context = branch(plain_context(prompt), turns)
         assert whole(context, turns) == tuple(prompt)
         record(turns, context, (2, EOS))
 
 
 def test_a_completion_that_continues_a_path_in_tokens_keeps_it() -> None:
     turns: list[Turn] = []
-    made = record(turns, plain_context([5, 6], turns), (7, 8, EOS))
-    assert plain_context([5, 6, 7, 8, EOS, 9], turns) == Context(made.id, 5, (9,), "", (5, 6, 7, 8, EOS, 9))
+    made = record(turns, branch(plain_context([5, 6]), turns), (7, 8, EOS))
+    assert branch(plain_context([5, 6, 7, 8, EOS, 9]), turns) == Context(made.id, 5, (9,), "", (5, 6, 7, 8, EOS, 9))
 
 
 # ── a chat template of a folder ──────────────────────────────────────────────────────────────────────────────────────
@@ -206,3 +232,66 @@ def test_template_that_renders_an_earlier_answer_differently_makes_a_branch(tmp_
     context, _ = ask(chat, [*asked, Message("assistant", "b"), Message("user", "c")], turns)
     assert context.offset < first.length
     assert whole(context, turns) == chat.prompt([*asked, Message("assistant", "b"), Message("user", "c")])
+
+
+ROLES = st.lists(st.tuples(st.sampled_from(["system", "developer", "user", "assistant", "tool"]), texts), max_size=7)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROLES, ROLES)
+@pytest.mark.torch
+def test_text_after_an_answer_is_the_same_without_the_messages_before_it(
+    folder_chat: FolderChat, before: list[tuple[str, str]], after: list[tuple[str, str]]
+) -> None:
+    """The template shows each message apart, so only the first message and those after the answer are rendered."""
+    tokenizer: Any = folder_chat.tokenizer
+    assert tokenizer.shows_apart
+    start = [("user", "0"), *before, ("assistant", "5")]
+    messages = [Message(role, text) for role, text in [*start, *after]]
+    extended = folder_chat.extend((7, 8), (9,), messages, len(start))
+    rendered: list[int] = []
+    render = tokenizer.render
+
+    def counted(given: Sequence[Any], **more: Any) -> str:
+        rendered.append(len(given))
+        return str(render(given, **more))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "render", counted)
+        patch.setattr(tokenizer, "shows_apart", False)
+        assert folder_chat.extend((7, 8), (9,), messages, len(start)) == extended
+        whole = max(rendered)
+        rendered.clear()
+        patch.setattr(tokenizer, "shows_apart", True)
+        folder_chat.extend((7, 8), (9,), messages, len(start))
+    if not {"system", "developer"} & {role for role, _ in [*before, *after]}:
+        assert max(rendered) == 2 + len(after) == whole - len(before)
+
+
+NOT_APART = (
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}x{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{{ loop.index0 }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[-1].role }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}.",
+    "{% for m in messages %}{{ m.content ~ messages|length }}{% endfor %}",
+    "{% for m in messages if m.role != 'x' %}{{ m.content }}{% endfor %}",
+    "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'x' %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "{% set all = messages %}{% for m in messages %}{{ all[2].content }}{% endfor %}",
+    "{% for m in messages %}{% if add_generation_prompt %}x{% endif %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ raise_exception(m.content) }}{% endfor %}",
+    "{% set s = namespace(n=1) %}{% for m in messages %}{% set s.n = 2 %}{{ s.n ~ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ cycler('a', 'b').next() ~ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}",
+    "",
+)
+
+
+def test_template_that_may_show_a_message_by_others_is_rendered_as_a_whole() -> None:
+    pytest.importorskip("tokenizers")
+    from rrl.roles.models.hf_tokenizer import shows_apart
+
+    assert [template for template in NOT_APART if shows_apart(template)] == []
+    assert shows_apart(CHATML)
+    first = "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}x{% endif %}{{ m.content }}"
+    assert shows_apart(f"{first}{{% endfor %}}{{% if add_generation_prompt %}}y{{% endif %}}")
