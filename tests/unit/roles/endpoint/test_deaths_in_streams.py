@@ -71,7 +71,7 @@ def test_stream_survives_the_store_and_its_turn_the_endpoint(
                 store.kill()
                 store.start([*ALL, endpoint.incarnation])
                 await made.sample(*DIGITS[2:4])
-                await eventually(lambda: b'"3"' in call.received or b'"23"' in call.received)
+                await eventually(lambda: b'"3"' in call.received or b'23"' in call.received)
 
                 endpoint.kill()
                 with pytest.raises(httpx2.RemoteProtocolError):
