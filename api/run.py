@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # modules that need the job's models or a checkpoint are impo
     from ..manager.reporting.step_metrics import StepRow
     from ..manager.reporting.summary import Summary
     from ..roles.trainer.checkpoint_export import Exported
+    from .sampled_steps import SamplesDocument
 
 JobSpec = str | os.PathLike[str] | Mapping[str, Any]
 """The path of a job.toml, its text (a string of several lines), or its tables as a dict."""
@@ -112,6 +113,34 @@ class Run:
         """
         for rows in step_rows(self._run_dir, follow=follow):
             yield from rows
+
+    def samples(
+        self,
+        step: int | None = None,
+        *,
+        best: int | None = None,
+        worst: int | None = None,
+        group: int | None = None,
+        grep: str | None = None,
+        tokens: bool = False,
+    ) -> SamplesDocument:
+        """Return what the model answered in a committed step, as ``rrl samples`` does (docs/samples.md).
+
+        Args:
+            step: The step; by default the newest one.
+            best: Only so many trajectories, those with the highest rewards.
+            worst: Only so many trajectories, those with the lowest rewards.
+            group: Only the trajectories of this group.
+            grep: Only those with this text in the prompt or answer, in upper or lower case.
+            tokens: Return tokens instead of text, without the job's tokenizer.
+
+        Raises:
+            UsageError: The step is not committed, no samples of it are kept, or the arguments exclude each other.
+            OperationFailed: The samples cannot be read, or the tokenizer cannot be opened here.
+        """
+        from .sampled_steps import Selection, samples_of
+
+        return samples_of(self._run_dir, step, Selection(best, worst, group, grep), tokens=tokens)
 
     def report(self) -> RunReport:
         """Return how the time and the GPUs of the run were used, as ``rrl report`` does (docs/report.md).

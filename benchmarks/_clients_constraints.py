@@ -25,7 +25,7 @@ from rrl.roles.models.conversation import ModelChat
 from rrl.roles.models.hf_tokenizer import FolderTokenizer
 from rrl.roles.models.policy import build_model
 from rrl.roles.rollout import engine as engines
-from rrl.roles.rollout.masks import Masks
+from rrl.roles.rollout.foreign_sampling import Masks
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Item, Segment

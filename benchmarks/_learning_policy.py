@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,14 +17,7 @@ ROWS = 80
 """Rows of the prompt file of the good policy."""
 STEPS = 40
 EVALUATED_EVERY = 10
-PATH_STEPS = 30
 TIMEOUT_S = 3600.0
-_EVALUATION = """
-[eval]
-every = {every}
-samples = {samples}
-temperature = {temperature}
-"""
 _GOOD = """
 [run]
 name = "good"
@@ -57,12 +51,14 @@ tokenizer = { pieces = "0123456789+=" }"""
 def measure(folder: Path) -> tuple[dict[str, float], dict[str, list[float]]]:
     changes = [good_stays_good(folder / f"good-{seed}", seed) for seed in SEEDS]
     quickstart = quickstart_reward(folder / "quickstart")
-    figures = {"good_stays_good": min(changes), "quickstart_reward": quickstart}
+    return {"good_stays_good": min(changes), "quickstart_reward": quickstart}, {"good_stays_good": changes}
+
+
+def measure_path(folder: Path) -> tuple[dict[str, float], dict[str, list[float]]]:
     if why := missing(Need.VLLM) or missing(Need.SMOLLM2):
         print(f"path_learns is left out: {why}", flush=True)
-    else:
-        figures["path_learns"] = path_learns(folder / "path")
-    return figures, {"good_stays_good": changes}
+        return {}, {}
+    return {"path_learns": path_learns(folder)}, {}
 
 
 def good_stays_good(folder: Path, seed: int) -> float:
@@ -97,14 +93,11 @@ def quickstart_reward(folder: Path) -> float:
 
 
 def path_learns(folder: Path) -> float:
-    """Return what PATH_STEPS steps with the settings of examples/smollm2.toml change in its evaluation."""
-    folder.mkdir(parents=True)
-    toml = (EXAMPLES / "smollm2.toml").read_text().partition("[[faults.planned]]")[0]
-    assert toml.count("steps = 6\n") == 1
-    toml = toml.replace("steps = 6\n", f"steps = {PATH_STEPS}\n")
-    run = _complete(folder, toml + _EVALUATION.format(every=PATH_STEPS, samples=1, temperature=0.0))
+    """Return what the run of docs/first-run.md changes in its evaluation."""
+    shutil.copytree(EXAMPLES / "first_run", folder / "first_run")
+    run = _complete(folder, (EXAMPLES / "first_run.toml").read_text())
     before, after = _evaluated(run)
-    print(f"path_learns: {before:.3f}, then {after:.3f}", flush=True)
+    print(f"path_learns: {before:.3f}, then {after:.3f} after {run.summary()['run_seconds']:.0f} s", flush=True)
     return after - before
 
 

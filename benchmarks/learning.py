@@ -14,35 +14,34 @@ Parts, each of which can be chosen by ``--part``:
 - ``adapter``: ``adapter_checkpoint_share`` (bar: 0.05): the bytes of a checkpoint of adapters of rank 16 (LoRA), of
   layers with SmolLM2's widths, over those of a checkpoint of all weights.
 - ``policy``: ``good_stays_good`` (bar: at least -0.03): what 40 steps with all defaults change in the evaluation of a
-  model that is already good at its task, of the worst of three seeds. ``path_learns`` (bar: at least 0.05): the same of
-  SmolLM2 with the settings of its example, after 30 steps. ``quickstart_reward``: the mean reward of the quickstart's
-  last ten of 300 steps.
+  model that is already good at its task, of the worst of three seeds. ``quickstart_reward``: the mean reward of the
+  quickstart's last ten of 300 steps.
+- ``path``: ``path_learns`` (bar: at least 0.05): what the 30 steps of examples/first_run.toml (SmolLM2) change in its
+  evaluation.
 - ``samples``: ``samples_store_cpu_share`` (bar: 0.03): the share of the store's CPU that samples take.
 
-``policy`` needs the model of ``make smollm2`` and vLLM for ``path_learns``. The last line is one JSON object
+``path`` needs the model of ``make smollm2`` and vLLM. The last line is one JSON object
 (benchmarks/_provenance.py); a figure of a part that was not run is null.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pkgutil import resolve_name
 
-from rrl.benchmarks._provenance import last_line
+from rrl.benchmarks._parts import measure_parts
 from rrl.benchmarks._requirements import check_requirements
-from rrl.benchmarks._table import print_bars
-from rrl.tests.support.supervisor import temporary_runs_folder
 
 PARTS: Mapping[str, str] = {
-    "loss": "rrl.benchmarks._learning_loss",
-    "memory": "rrl.benchmarks._learning_memory",
-    "adapter": "rrl.benchmarks._learning_adapter",
-    "policy": "rrl.benchmarks._learning_policy",
-    "samples": "rrl.benchmarks._learning_samples",
+    "loss": "rrl.benchmarks._learning_loss:measure",
+    "memory": "rrl.benchmarks._learning_memory:measure",
+    "adapter": "rrl.benchmarks._learning_adapter:measure",
+    "policy": "rrl.benchmarks._learning_policy:measure",
+    "path": "rrl.benchmarks._learning_policy:measure_path",
+    "samples": "rrl.benchmarks._learning_samples:measure",
 }
-"""The module of each part. Its ``measure(folder)`` returns the figures, and the samples of those that have several."""
+"""What measures each part (:data:`rrl.benchmarks._parts.Measure`)."""
 BARS = {
     "loss_grad_error_vs_trl": 1e-5,
     "outlier_share": 0.05,
@@ -61,29 +60,13 @@ BARS = {
 AT_LEAST = {"good_stays_good", "path_learns"}
 """Figures whose bar is a minimum."""
 
-Figures = dict[str, Any]
-Samples = dict[str, list[float]]
-
-
-def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
-    figures: Figures = {}
-    samples: Samples = {}
-    for part in parts:
-        with temporary_runs_folder() as folder:
-            found, of_part = importlib.import_module(PARTS[part]).measure(folder)
-        figures |= found
-        samples |= of_part
-    return figures, samples
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     check_requirements("learning")
-    figures, samples = measure(given.part or PARTS)
-    print_bars(figures, BARS, AT_LEAST)
-    print(last_line("learning", {name: figures.get(name) for name in BARS}, samples))
+    measure_parts("learning", (resolve_name(PARTS[part]) for part in given.part or PARTS), BARS, AT_LEAST)
 
 
 if __name__ == "__main__":

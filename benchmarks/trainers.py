@@ -29,16 +29,14 @@ import argparse
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rrl.benchmarks import _trainers_commit, _trainers_publish, _trainers_shares, restart
-from rrl.benchmarks._provenance import RESULTS, last_line
+from rrl.benchmarks._parts import Figures, Measure, Samples, measure_parts
+from rrl.benchmarks._provenance import RESULTS
 from rrl.benchmarks._requirements import Need, check_requirements, missing
-from rrl.benchmarks._table import print_bars
-from rrl.tests.support.supervisor import temporary_runs_folder
 from rrl.tests.support.trainers import (
     EXAMPLES,
     TIMEOUT_S,
@@ -78,9 +76,6 @@ BARS = {
 AT_LEAST = {"trl_reward_last", "moe_reward_gain"}
 """Figures whose bar is a minimum."""
 PROGRAMS = {"trl_lines": EXAMPLES / "trl" / "trl_trainer.py", "fsdp_lines": EXAMPLES / "fsdp" / "trainer.py"}
-
-Figures = dict[str, Any]
-Samples = dict[str, list[float]]
 
 
 def measure_lines(_: Path) -> tuple[Figures, Samples]:
@@ -141,7 +136,7 @@ def measure_commit(_: Path) -> tuple[Figures, Samples]:
     return {"seconds_per_extra_file": _trainers_commit.seconds_per_extra_file(RESULTS / f"commit-{os.getpid()}")}, {}
 
 
-PARTS: Mapping[str, Callable[[Path], tuple[Figures, Samples]]] = {
+PARTS: Mapping[str, Measure] = {
     "lines": measure_lines,
     "trl": measure_trl,
     "restart": measure_restart,
@@ -160,17 +155,6 @@ def lacking(part: str) -> str | None:
     return missing(Need.TRAINERS) if part in WITH_TRL else None
 
 
-def measure(parts: Iterable[str]) -> tuple[Figures, Samples]:
-    figures: Figures = {}
-    samples: Samples = {}
-    for part in parts:
-        with temporary_runs_folder() as folder:
-            found, of_part = PARTS[part](folder)
-        figures |= found
-        samples |= of_part
-    return figures, samples
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
@@ -179,9 +163,8 @@ def main() -> None:
     for part in given.part or ():
         if (why := lacking(part)) is not None:
             parser.exit(2, f"benchmarks/trainers.py --part {part}: {why}\n")
-    figures, samples = measure(given.part or [part for part in PARTS if lacking(part) is None])
-    print_bars(figures, BARS, AT_LEAST)
-    print(last_line("trainers", {name: figures.get(name) for name in BARS}, samples))
+    parts = given.part or [part for part in PARTS if lacking(part) is None]
+    measure_parts("trainers", (PARTS[part] for part in parts), BARS, AT_LEAST)
 
 
 if __name__ == "__main__":

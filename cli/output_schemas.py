@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
+from ..api.sampled_steps import SamplesDocument
 from ..api.watching.run_state import RunState
 from ..config.job.json_schema import field_docstrings, plain
 from ..core.types import UsageError
@@ -29,7 +30,6 @@ from .job.check import CheckReport
 from .logs.failed import FailureRecord
 from .logs.printer import LogRecord
 from .results.reports import ReportDocument
-from .results.step_samples import SamplesDocument
 from .run.json_documents import RequestedFault, StartedRun, StatusFigures, UnstartedRun
 from .views.episode_trees import Episode
 from .views.explanation import DecisionRecord

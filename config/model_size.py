@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -106,6 +106,15 @@ def wrong_target(names: Collection[str], targets: Sequence[str]) -> str:
             there = ", ".join(sorted({name.rpartition(".")[2] for name in names})) or "none"
             return f"{target!r} is no linear module of the model that can be adapted; there are: {there}"
     return ""
+
+
+def wrong_rank(shapes: Mapping[str, tuple[int, int]], rank: int) -> str:
+    """Return why adapters of ``rank`` are wrong, if a side of a weight is shorter; else an empty text."""
+    name, shape = min(shapes.items(), key=lambda one: min(one[1]), default=("", (rank, rank)))
+    if rank <= min(shape):
+        return ""
+    rows, columns = shape
+    return f"{rank} is larger than a side of {name} ({rows} x {columns} weights); lower it to {min(shape)} or less"
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

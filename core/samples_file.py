@@ -14,12 +14,11 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-_T = TypeVar("_T")
 _HEADER = struct.Struct("<4sIII")
 """Header of a frame: magic bytes, step, length of the payload, and CRC-32 of the payload."""
 _MAGIC = b"rrlS"
@@ -105,30 +104,32 @@ def files_in(folder: Path) -> list[SamplesFile]:
     return sorted(SamplesFile(int(match[1]), int(match[2])) for match in names)
 
 
-def kept_steps(folder: Path) -> list[int]:
-    """Return the steps of which the folder has samples, in order. Raises OSError."""
-    return sorted(_attempted(folder, lambda paths: {step for path in paths for step in frames_in(path)}))
+def read_steps(folder: Path, select: Callable[[list[int]], Iterable[int]]) -> tuple[list[int], list[StepSamples]]:
+    """Return the steps of which the folder has samples, and the samples of those that ``select`` returns, in order.
 
-
-def read_steps(folder: Path, select: Callable[[list[int]], Iterable[int]]) -> list[StepSamples]:
-    """Return the samples of those of the kept steps that ``select`` returns, in order. Raises OSError.
-
-    Samples that cannot be read, because a crash has torn them, are left out.
+    Samples that cannot be read, because a crash has torn them, are left out. Raises OSError.
     """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            return _read(folder, select)
+        except FileNotFoundError:  # the store has replaced one of the files in the meantime
+            if not left:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
-    def read(paths: list[Path]) -> list[StepSamples]:
-        places = {step: (path, place) for path in paths for step, place in frames_in(path).items()}
-        found = []
-        for step in sorted(set(select(sorted(places))) & places.keys()):
-            path, (at, size) = places[step]
-            with path.open("rb") as file:
-                file.seek(at)
-                data = file.read(size)
-            if zlib.crc32(data[_HEADER.size :]) == _HEADER.unpack_from(data)[3]:
-                found.append(_decoder.decode(data[_HEADER.size :]))
-        return found
 
-    return _attempted(folder, read)
+def _read(folder: Path, select: Callable[[list[int]], Iterable[int]]) -> tuple[list[int], list[StepSamples]]:
+    paths = [folder / one.name for one in files_in(folder)]
+    places = {step: (path, place) for path in paths for step, place in frames_in(path).items()}
+    kept, found = sorted(places), []
+    for step in sorted(set(select(kept)) & places.keys()):
+        path, (at, size) = places[step]
+        with path.open("rb") as file:
+            file.seek(at)
+            data = file.read(size)
+        if zlib.crc32(data[_HEADER.size :]) == _HEADER.unpack_from(data)[3]:
+            found.append(_decoder.decode(data[_HEADER.size :]))
+    return kept, found
 
 
 def frames_in(path: Path) -> dict[int, tuple[int, int]]:
@@ -144,14 +145,3 @@ def frames_in(path: Path) -> dict[int, tuple[int, int]]:
             found[step] = at, size
             at = file.seek(at + size)
     return found
-
-
-def _attempted(folder: Path, read: Callable[[list[Path]], _T]) -> _T:
-    """Return what ``read`` finds in the files, again if the store has replaced one of them in the meantime."""
-    for left in reversed(range(_ATTEMPTS)):
-        try:
-            return read([folder / one.name for one in files_in(folder)])
-        except FileNotFoundError:
-            if not left:
-                raise
-    raise AssertionError("the last attempt returns or raises")

@@ -24,7 +24,7 @@ from ...config.job.roles import RolloutRole
 from ...config.job.schema import Job
 from ...config.job.validation import extras_of_step
 from ...config.model_folder import max_length, validate
-from ...config.model_size import adapted_shapes, weight_count, wrong_target
+from ...config.model_size import adapted_shapes, weight_count, wrong_rank, wrong_target
 from ...core.command_runner import run_coroutine
 from ...core.run_spec import NodeGroup, RunSpec
 from ...core.types import UsageError
@@ -360,6 +360,8 @@ def _check_model(job: Job, document: JobDocument) -> list[str]:
         problem = Problem(("sampling", "max_new_tokens"), f"{text} at most; lower it")
     elif trains and lora is not None and (text := wrong_target(adapted_shapes(folder), lora.targets)):
         problem = Problem(("roles", "trainer", "lora", "targets"), text)
+    elif trains and lora is not None and (text := wrong_rank(adapted_shapes(folder, lora.targets), lora.rank)):
+        problem = Problem(("roles", "trainer", "lora", "rank"), text)
     else:
         return []
     raise UsageError(with_location(document, problem))

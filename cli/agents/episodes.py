@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 
 from ...api.runs import find_run, job_of
-from ...core.run_dir import RunDir, errors_about
-from ...core.run_spec import RunSpec
+from ...api.sampled_steps import read_store
+from ...core.run_dir import RunDir
 from ...core.types import OperationFailed, UsageError
-from ...roles.trajectories.durable.log import LogDamaged, read_frames, read_newest
-from ...roles.trajectories.durable.records import LogFormatError, decode
-from ...roles.trajectories.durable.state import State
 from ..common.output import print_json, print_line, program, show
 from ..views.episode_trees import Episode, episodes_of
 from ..views.episodes import episode_view, episodes_view
@@ -67,32 +61,3 @@ def _unknown(run: RunDir, number: int, found: list[Episode]) -> str:
         f"the store of {run.id} has no episode {number}; list those that it has: {program()} episodes {run.id}"
         " (older episodes are deleted once they are trained or dropped)"
     )
-
-
-def read_store(run: RunDir, job: RunSpec) -> State | None:
-    """Return the state that the newest log of the store describes; None before the store has written one.
-
-    The state has every group that the log still contains, even if the store itself has already retired it.
-
-    Args:
-        run: The run directory.
-        job: Its run spec.
-
-    Raises:
-        UsageError: The log is damaged, or was written by another version of rrl.
-        OperationFailed: The log cannot be read.
-    """
-    try:
-        with errors_about(run.store):
-            return read_newest(run.store, lambda path: _state(path, job))
-    except LogDamaged as error:
-        raise UsageError(str(error)) from None
-    except LogFormatError as error:
-        raise UsageError(f"the trajectory log in {run.store} {error}") from None
-
-
-def _state(path: Path, job: RunSpec) -> State:
-    state = State(retained_steps=sys.maxsize, max_new_tokens=job.sampling.max_new_tokens)
-    for payload in read_frames(path):
-        state.apply(decode(payload))
-    return state

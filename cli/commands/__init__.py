@@ -10,7 +10,6 @@ from .app import app
 from . import run_commands as run_commands
 from . import result_commands as result_commands
 from . import intervention_commands as intervention_commands
-from . import agent_commands as agent_commands
 from . import job_commands as job_commands
 
 app.add_typer(health)

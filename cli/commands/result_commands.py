@@ -122,10 +122,30 @@ def samples(
     rrl samples quick 40 --worst 5
     rrl samples quick --grep "I cannot"
     """
+    from ...api.sampled_steps import Selection
     from ..results import step_samples as command
 
-    selection = command.Selection(best, worst, group, grep)
+    selection = Selection(best, worst, group, grep)
     raise typer.Exit(command.samples(run, step, selection, tokens=tokens, json=json))
+
+
+@app.command(short_help="List the episodes of a run's agents, or show one episode as a tree.")
+def episodes(
+    run: Run = None,
+    episode: Annotated[
+        int | None, typer.Argument(metavar="EPISODE", help="Number of the episode to show.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the episodes of a run's agents that its store has, or show one episode as a tree of its turns.
+
+    \b
+    rrl episodes quick       state, attempt, turns, branches, tokens, versions and reward of each
+    rrl episodes quick 118   its turns: what was given and sampled, by which weights, and what is trained
+    """
+    from ..agents import episodes as command
+
+    raise typer.Exit(command.episodes(run, episode, json=json))
 
 
 @app.command(short_help="Send the steps of a run to experiment trackers.")

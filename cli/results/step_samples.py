@@ -1,99 +1,29 @@
-"""``rrl samples``: what the model answered in a committed step."""
+"""``rrl samples``, and the samples in the page of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
-
 from ...api.runs import find_run, job_of
+from ...api.sampled_steps import Selection, samples_of, text_decoder
 from ...core.run_dir import RunDir, errors_about
-from ...core.run_spec import RunSpec, SamplesSpec
-from ...core.sample_texts import Decode, DecodedSample, decoded
-from ...core.samples_file import StepSamples, kept_steps, read_steps
-from ...core.types import OperationFailed, UsageError
-from ...roles.models.tokenizer import open_tokenizer
-from ...roles.trajectories.sample_writer import step_samples
-from ..agents.episodes import read_store
+from ...core.sample_texts import decoded
+from ...core.samples_file import read_steps
 from ..common.output import print_json, show
 from ..views.sampled_answers import PageSamples, samples_view
 
 MAX_PAGE_SAMPLES = 1000
 """Maximum number of samples in a page."""
-MAX_RANGES = 8
-"""Maximum number of ranges of steps in a message."""
-
-
-class SamplesDocument(Struct, frozen=True):
-    """The output of ``rrl samples --json``."""
-
-    run: str
-    step: int
-    trajectories: int
-    """Number of trajectories that the step trained."""
-    samples: list[DecodedSample]
-
-
-class Selection(Struct, frozen=True):
-    """Which samples of a step are shown; all that are kept by default."""
-
-    best: int | None = None
-    """Number of trajectories with the highest rewards."""
-    worst: int | None = None
-    group: int | None = None
-    grep: str | None = None
-    """Text in the prompt or the answer, in lower or upper case."""
-
-    def of(self, samples: Sequence[DecodedSample]) -> list[DecodedSample]:
-        """Return the selected samples: those with the highest or the lowest rewards first."""
-        found = [one for one in samples if self.group in (None, one.group)]
-        if self.grep is not None:
-            text = self.grep.casefold()
-            found = [one for one in found if text in one.prompt.casefold() or text in one.answer.casefold()]
-        count = self.worst if self.best is None else self.best
-        if count is None:
-            return found
-        found.sort(key=lambda one: one.reward, reverse=self.best is not None)
-        shown = set(list(dict.fromkeys(one.trajectory for one in found))[:count])
-        return [one for one in found if one.trajectory in shown]
 
 
 def samples(name: str | None, step: int | None, selection: Selection, *, tokens: bool, json: bool) -> int:
-    """Print samples of a committed step, by default the newest one; returns exit code 0.
-
-    Raises:
-        UsageError: The step is not committed or no samples of it are kept, or the options exclude each other.
-        OperationFailed: The samples cannot be read, or the tokenizer cannot be opened here.
-    """
-    if selection.best is not None and selection.worst is not None:
-        raise UsageError("--best and --worst exclude each other; write one of them")
-    if selection.grep is not None and tokens:
-        raise UsageError("--grep looks for text, and --tokens decodes none; write one of them")
-    run = find_run(name)
-    job = job_of(run)
-    if job is None:
-        raise OperationFailed(f"{run.run_spec} cannot be read; without it nothing is known of the run's samples")
-    found = _find(run, job, step, everything=selection != Selection())
-    selected = selection.of(decoded(found, None if tokens else text_decoder(run, job)))
-    if selection.group is not None and not selected:
-        groups = sorted({one.group for one in found.samples})
-        raise UsageError(
-            f"step {found.step} of {run.id} has no group {selection.group}; it has groups {_ranges(groups)}"
-        )
+    """Print samples of a committed step; returns exit code 0. Raises the exceptions of :func:`samples_of`."""
+    found = samples_of(find_run(name), step, selection, tokens=tokens)
     if json:
-        print_json(SamplesDocument(run.id, found.step, found.trajectories, selected))
+        print_json(found)
     else:
-        show(samples_view(run.id, found, selected))
+        show(samples_view(found))
     return 0
-
-
-def text_decoder(run: RunDir, job: RunSpec) -> Decode:
-    """Return a function that decodes tokens of a run. Raises OperationFailed if the tokenizer cannot be opened here."""
-    try:
-        return open_tokenizer(job.model).describe
-    except (ValueError, OSError, ImportError) as error:
-        problem = f"the tokenizer of {run.id} cannot be opened here: {error}"
-        raise OperationFailed(f"{problem}; to see the tokens: rrl samples {run.id} --tokens") from None
 
 
 def page_samples(run: RunDir) -> PageSamples:
@@ -101,13 +31,13 @@ def page_samples(run: RunDir) -> PageSamples:
 
     Raises OperationFailed if they cannot be read, or if the tokenizer cannot be opened here.
     """
-    job = job_of(run)
+    if (job := job_of(run)) is None:
+        return PageSamples()
+    count = max(1, MAX_PAGE_SAMPLES // max(1, job.samples.per_step))
     with errors_about(run.samples):
-        kept = kept_steps(run.samples)
-        if job is None or not kept:
-            return PageSamples()
-        each = max(1, job.samples.per_step)
-        found = read_steps(run.samples, lambda steps: _at_equal_distances(steps, max(1, MAX_PAGE_SAMPLES // each)))
+        kept, found = read_steps(run.samples, lambda steps: _at_equal_distances(steps, count))
+    if not kept:
+        return PageSamples()
     decode = text_decoder(run, job)
     samples = [(one.step, sample) for one in found for sample in decoded(one, decode)]
     return PageSamples(samples[-MAX_PAGE_SAMPLES:], len(kept))
@@ -115,46 +45,5 @@ def page_samples(run: RunDir) -> PageSamples:
 
 def _at_equal_distances(steps: Sequence[int], count: int) -> list[int]:
     """Return at most ``count`` of the steps, from the newest one backwards."""
-    distance = -(-len(steps) // count)
+    distance = max(1, -(-len(steps) // count))
     return list(steps[::-1][::distance])
-
-
-def _find(run: RunDir, job: RunSpec, step: int | None, *, everything: bool) -> StepSamples:
-    """Return the samples of a step: ``everything`` that is known of it, or those that the store has chosen."""
-    if not job.kind("trajectories"):
-        raise UsageError(f"{run.id} has no samples: its job has no [task]")
-    with errors_about(run.samples):
-        kept = kept_steps(run.samples)
-        wanted = kept[-1] if step is None and kept else step
-        chosen = read_steps(run.samples, lambda _: [] if wanted is None else [wanted])
-    if chosen and not everything:
-        return chosen[0]
-    state = read_store(run, job)  # it has all trajectories of the newest steps
-    committed = 0 if state is None else state.committed
-    wanted = committed if wanted is None else wanted
-    if state is not None and wanted in state.steps and wanted <= committed:
-        count = None if everything else job.samples.per_step or SamplesSpec().per_step
-        return step_samples(job, wanted, [state.groups[group] for group in state.groups_of(wanted)], count)
-    if chosen:
-        return chosen[0]
-    newest = max([committed, *kept])
-    if not newest:
-        raise UsageError(f"{run.id} has no committed step yet")
-    if wanted > newest:
-        raise UsageError(f"step {wanted} of {run.id} is not committed; its newest committed step is {newest}")
-    there = sorted({*kept, *(one for one in (state.steps if state is not None else ()) if one <= committed)})
-    raise UsageError(f"no samples of step {wanted} of {run.id} are kept; kept are steps {_ranges(there) or 'none'}")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text: ``1-4, 8, ... and 12 up to 96``."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
-    if len(texts) > MAX_RANGES:
-        texts[MAX_RANGES // 2 : -MAX_RANGES // 2] = ["..."]
-    return ", ".join(texts)

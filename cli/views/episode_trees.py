@@ -39,13 +39,13 @@ class TurnNode(Struct, frozen=True):
     sampled: int
     finished: bool
     foreign: bool
-    """True if the turn was sampled from another policy than the trained policy: the turn's answer is context."""
+    """True if the turn was sampled from another policy, or its call is not trained: the turn's answer is context."""
     recorded: bool
     """True if an earlier attempt made the turn, and the newest attempt has not replayed it."""
     versions: tuple[int, ...]
     """Steps of the weights that sampled the turn, in order."""
     trained: int | None
-    """Number of sampled tokens that are trained; None while the episode is not finished."""
+    """Number of sampled tokens that are trained; None while the episode is not finished, and in an evaluation."""
     agent: str
     """Name of the agent: the ``model`` of its call."""
 
@@ -56,6 +56,8 @@ class Episode(Struct, frozen=True):
     episode: int
     group: int
     item: int
+    split: str
+    """``eval`` for an episode of an evaluation, which is never trained, otherwise ``train``."""
     state: str
     """``waiting`` (for an agent), ``at work``, ``unscored`` (finished, and about to be scored), ``awaits reward`` (from
     the agent), ``scored``, or ``trained``."""
@@ -78,19 +80,22 @@ class Episode(Struct, frozen=True):
     given: int
     sampled: int
     trained: int | None
-    """Number of trained tokens; None while the episode is not finished."""
+    """Number of trained tokens; None while the episode is not finished, and in an evaluation."""
     versions: tuple[int, ...]
     turns: tuple[TurnNode, ...]
 
 
 def episodes_of(state: State) -> list[Episode]:
-    """Return the episodes that the store's log has, in the order of their numbers."""
-    return [
-        _episode(state, group, track, track.episode)
-        for group in sorted(state.groups.values(), key=lambda group: group.created.group)
-        for track in group.trajectories
-        if track.episode is not None
+    """Return the episodes that the store's log has, in the order of their numbers.
+
+    Of the open evaluation these are the episodes that an agent has begun. The store deletes them with its end.
+    """
+    evaluated = (one.episode for one in state.evaluations.answers.values() if one.episode is not None)
+    tracks = [
+        *(track for _, group in sorted(state.groups.items()) for track in group.trajectories),
+        *(track for track in evaluated if track.episode is not None and track.episode.attempt),
     ]
+    return [_episode(state, track.group, track, track.episode) for track in tracks if track.episode is not None]
 
 
 def _episode(state: State, group: Group, track: TrajectoryState, episode: EpisodeState) -> Episode:
@@ -99,6 +104,7 @@ def _episode(state: State, group: Group, track: TrajectoryState, episode: Episod
         episode=track.id,
         group=group.created.group,
         item=group.created.item,
+        split="eval" if group.is_evaluated else "train",
         state=_state_of(state, group, track, episode),
         attempt=episode.attempt,
         failures=episode.failures,
@@ -110,7 +116,7 @@ def _episode(state: State, group: Group, track: TrajectoryState, episode: Episod
         branches=len(_leaves(track, episode)),
         given=sum(turn.given for turn in turns),
         sampled=sum(turn.sampled for turn in turns),
-        trained=sum(turn.trained or 0 for turn in turns) if track.finished else None,
+        trained=sum(turn.trained or 0 for turn in turns) if track.finished and not group.is_evaluated else None,
         versions=_versions(episode.turns.values()),
         turns=turns,
     )
@@ -126,7 +132,7 @@ def _state_of(state: State, group: Group, track: TrajectoryState, episode: Episo
 
 def _turns(track: TrajectoryState, episode: EpisodeState) -> tuple[TurnNode, ...]:
     numbers = {id: number for number, id in enumerate(sorted(episode.turns), start=1)}
-    trained = _trained(track, episode) if track.finished else None
+    trained = _trained(track, episode) if track.finished and not track.group.is_evaluated else None
     return tuple(_turn(episode.turns[id], episode, numbers, trained) for id in numbers)
 
 

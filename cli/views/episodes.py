@@ -27,7 +27,7 @@ def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
         table.add_row(
             str(one.episode),
             str(one.item),
-            Text(one.state, _COLOUR.get(one.state, _GUIDE)),
+            Text(_listed(one), _COLOUR.get(one.state, _GUIDE)),
             str(one.attempt or "–"),
             str(len(one.turns)),
             str(one.branches),
@@ -35,7 +35,7 @@ def episodes_view(episodes: Sequence[Episode]) -> RenderableType:
             versions_text(one.versions),
             number(one.reward),
         )
-    counts = Counter(one.state for one in episodes)
+    counts = Counter(map(_listed, episodes))
     return Group(table, "", Text(", ".join(f"{count} {state}" for state, count in counts.most_common()), _GUIDE))
 
 
@@ -43,10 +43,11 @@ def episode_view(episode: Episode) -> RenderableType:
     """Return one episode with its turns, each below the turn whose path it continues or leaves."""
     title = Text(f"episode {episode.episode}", "bold")
     title.append(f"  ● {_state(episode)}", _COLOUR.get(episode.state, "none"))
-    title.append(f"   item {episode.item}, group {episode.group}", "none")
+    group = "of the evaluation" if episode.split == "eval" else f"group {episode.group}"
+    title.append(f"   item {episode.item}, {group}", "none")
     title.append(f"   {_attempt(episode)}", "none")
     if episode.reward is not None:
-        named = ", ".join(f"{name} {number(reward)}" for name, reward in episode.rewards.items())
+        named = ", ".join(f"{on_one_line(name)} {number(reward)}" for name, reward in episode.rewards.items())
         title.append(f"   reward {number(episode.reward)}{f' ({named})' if named else ''}", "none")
     tree = Tree(title, guide_style=_GUIDE)
     branches: dict[int | None, Tree] = {None: tree}
@@ -65,6 +66,10 @@ def versions_text(versions: Sequence[int]) -> str:
     if not versions:
         return "–"
     return f"v{versions[0]}" if versions[0] == versions[-1] else f"v{versions[0]}–v{versions[-1]}"
+
+
+def _listed(episode: Episode) -> str:
+    return f"{episode.state} (eval)" if episode.split == "eval" else episode.state
 
 
 def _state(episode: Episode) -> str:
@@ -97,7 +102,7 @@ def _turn(turn: TurnNode, *, named: bool) -> Text:
 def _use(turn: TurnNode) -> tuple[str, str]:
     """Return how the sampled tokens of a turn are used, and the style of the text."""
     if turn.foreign:
-        return "  context: sampled from another policy", "yellow"
+        return "  context: its call is not trained", "yellow"
     if turn.recorded:
         return "  of an earlier attempt, not replayed yet", "yellow"
     if turn.trained is None:

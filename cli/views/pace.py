@@ -210,6 +210,8 @@ def evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Text]:
             found.append(Text(f"{name} {number(newest.metrics[name])}{compared}"))
     if "completion_len" in newest.metrics:
         found.append(Text(f"{newest.metrics['count']:.0f} answers of {newest.metrics['completion_len']:.0f} tokens"))
+    if truncated := newest.metrics.get("truncated"):
+        found.append(Text(f"{percent(truncated)} truncated"))
     if unscored := newest.metrics.get("unscored"):
         found.append(Text(f"{unscored:.0f} without a score", "yellow"))
     return found

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from ...api.sampled_steps import SamplesDocument
 from ...core.sample_texts import DecodedSample, Turn
-from ...core.samples_file import StepSamples
 from ...core.text import escaped_lines
 from .episodes import versions_text
 from .formatting import number
@@ -30,16 +30,16 @@ class PageSamples(Struct, frozen=True):
 _INDENT = (0, 0, 0, 2)
 
 
-def samples_view(run: str, found: StepSamples, samples: Sequence[DecodedSample]) -> RenderableType:
-    """Return samples one below the other; ``found`` are all that are known of the step."""
-    shown, known = (len({one.trajectory for one in some}) for some in (samples, found.samples))
-    title = Text(f"step {found.step} of {run}", "bold")
+def samples_view(found: SamplesDocument) -> RenderableType:
+    """Return samples one below the other."""
+    shown = len({one.trajectory for one in found.samples})
+    title = Text(f"step {found.step} of {found.run}", "bold")
     title.append(f"   {shown} of {found.trajectories} trajectories", "none")
     views: list[RenderableType] = [title]
-    for one in samples:
+    for one in found.samples:
         views += ["", _scores(one), *_turns(one)]
-    if known < found.trajectories and shown < known:
-        views += ["", Text(f"only {known} trajectories of the step are kept", "bright_black")]
+    if found.kept < found.trajectories and shown < found.kept:
+        views += ["", Text(f"only {found.kept} trajectories of the step are kept", "bright_black")]
     return Group(*views)
 
 

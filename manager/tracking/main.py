@@ -180,7 +180,7 @@ class _Samples:
         if self.job is None or not step or not (every := self.job.track.samples_every) or step % every:
             return []
         try:
-            found = read_steps(self._run.samples, lambda _: [step])
+            _, found = read_steps(self._run.samples, lambda _: [step])
             if found and self._decode is None:
                 module, _, function = OPEN_TOKENIZER.partition(":")
                 self._decode = getattr(importlib.import_module(module), function)(self.job.model).describe

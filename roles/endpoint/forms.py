@@ -21,6 +21,9 @@ from .replies.messages_reply import MessagesWriter, messages_error
 from .replies.responses_reply import ResponsesWriter
 from .replies.writer import Writer
 
+OVERLOADED = 529
+"""Anthropic's status for a request that must be repeated later."""
+
 
 class Form(Struct, frozen=True):
     """An API in which agents ask for answers."""
@@ -32,20 +35,37 @@ class Form(Struct, frozen=True):
     writer: type[Writer]
     error: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
     """Returns the body of an error."""
-    last: tuple[bytes, ...] = (b"data: [DONE]",)
-    """Beginnings of the event that is the last one of a stream."""
     overloaded: int = 503
     """Status with which the client repeats the request later."""
+    last: tuple[bytes, ...] = (b"data: [DONE]",)
+    """Beginnings of the event that is the last one of a stream."""
+    failed: bytes = b"data: {%(members)s}\n\n"
+    """Event of an error in a stream without any other event, around the members of the error's object."""
+    alive: tuple[bytes, ...] = ()
+    """Beginnings of the event that says only that the stream is alive."""
 
-
-_RESPONSE_ENDS = (b"event: response.completed", b"event: response.incomplete")
 
 FORMS: Mapping[str, Form] = {
     "chat": Form("/chat/completions", parse_chat, ChatWriter),
     "completions": Form("/completions", parse_completion, ChatWriter),
-    "responses": Form("/responses", parse_responses, ResponsesWriter, last=_RESPONSE_ENDS),
+    "responses": Form(
+        "/responses",
+        parse_responses,
+        ResponsesWriter,
+        last=(b"event: response.completed", b"event: response.incomplete"),
+        failed=b'event: response.failed\ndata: {"type": "response.failed", "sequence_number": 0, %(members)s,'
+        b' "response": {"id": "", "object": "response", "status": "failed", "output": [], %(members)s}}\n\n',
+        alive=(b"event: response.in_progress",),
+    ),
     "messages": Form(
-        "/messages", parse_messages, MessagesWriter, messages_error, last=(b"event: message_stop",), overloaded=529
+        "/messages",
+        parse_messages,
+        MessagesWriter,
+        messages_error,
+        OVERLOADED,
+        last=(b"event: message_stop",),
+        failed=b"event: error\ndata: {%(members)s}\n\n",
+        alive=(b"event: ping",),
     ),
 }
 """The forms by the names that :attr:`.calls.call.Call.wire` has."""

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..trajectories.client import Fenced, FencedAttempt, NoAnswer, Refused
 from .calls.errors import ApiError
-from .forms import error_reply
+from .forms import OVERLOADED, error_reply
 from .key import EpisodeKey, decode_key
 
 _log = logging.getLogger("rrl.endpoint")
@@ -81,7 +81,8 @@ async def read_body(request: Request, limit: float = math.inf, take: Callable[[i
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     status, body = error_reply(request.url.path, error)
-    return JSONResponse(body, status, error.headers)
+    wait = {"retry-after": "1"} if status == OVERLOADED else {}  # Anthropic's clients expect it with this status
+    return JSONResponse(body, status, wait | error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -105,7 +106,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _superseded(request: Request, error: Exception) -> Response:
     message = "this endpoint is being replaced; repeat the request"
-    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced", retry_after=1))
+    return await _error(request, ApiError(503, message, "server_error", "endpoint_replaced"))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -33,7 +33,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from .calls.errors import ApiError
-from .forms import error_reply, form_at
+from .forms import form_at
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, read_body
 
 _log = logging.getLogger("rrl.relay")
@@ -75,7 +75,6 @@ _NOT_PASSED = frozenset(
         "te",
         "trailer",
         "transfer-encoding",
-        "upgrade",
         "accept-encoding",
     }
 )
@@ -139,9 +138,11 @@ class _Call:
     def __init__(self, request: Request, target: str, body: bytes) -> None:
         self.method, self.target, self.body = request.method, target, body
         self.path = target.partition("?")[0]
-        form = form_at(self.path)
-        self.last = () if form is None else form.last
-        """Beginnings of the last event of a stream."""
+        form = form_at(self.path) if self.method == "POST" else None
+        self.form = form if form is not None and self.path.endswith(form.path) else None
+        """The API of a call that asks for an answer; None for any other call."""
+        self.alive = b": waiting\n\n"
+        """Event or comment that says that the stream is alive."""
         passed = {name: value for name, value in request.headers.items() if name not in _NOT_PASSED}
         self._headers = {name: value for name, value in passed.items() if name not in _OWN_HEADERS}
         self._headers |= {"x-rrl-relay": "1", "accept-encoding": "identity"}
@@ -159,7 +160,8 @@ class _Call:
     @property
     def owner(self) -> int:
         """A number made from the API key. It selects the replica that gets all calls of an episode, while it is up."""
-        return zlib.crc32(self._headers.get("authorization", "").encode())
+        key = self._headers.get("authorization") or self._headers.get("x-api-key", "")
+        return zlib.crc32(key.encode())
 
     @property
     def opens_episode(self) -> bool:
@@ -168,12 +170,12 @@ class _Call:
 
     @property
     def is_completion(self) -> bool:
-        """True if the agent asks for a completion.
+        """True if the agent asks for an answer of the model.
 
         The endpoint sends signs of life while such a call waits for its answer. If the call is repeated, the endpoint
         continues the answer.
         """
-        return self.method == "POST" and bool(self.last)
+        return self.form is not None
 
     @property
     def is_stream(self) -> bool:
@@ -285,16 +287,21 @@ class Relay:
         return StreamingResponse(padded(), media_type="application/json")
 
     async def _stream(self, call: _Call, take: Take) -> Response:
-        """Return the answer to a completion that is a stream; errors after its beginning are sent as events."""
+        """Return the answer to a completion that is a stream."""
         opening = call.start(self._open(call))
         await asyncio.wait([opening], timeout=KEEP_ALIVE_S)
         if opening.done() and opening.result().status_code != 200:
             answer = await self._fetch(call, take, opening.result())
             return Response(answer.content, answer.status, answer.headers)
-        return StreamingResponse(_with_comments(self._events(call, opening, take)), media_type=_EVENT_STREAM)
+        return StreamingResponse(_with_signs_of_life(call, self._events(call, opening, take)), media_type=_EVENT_STREAM)
 
     async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream up to its end, even if several replicas send parts of it."""
+        """Yield the events of a stream up to its end, even if several replicas send parts of it.
+
+        An error is an event only if it is the first one. Otherwise the stream breaks: a client may take an error for
+        the end of the answer. The client repeats the call, and then gets the status.
+        """
+        assert call.form is not None
         begun = False
         try:
             upstream = await opening
@@ -304,7 +311,9 @@ class Relay:
                         async for event in events:
                             begun = True
                             yield event
-                            if event.startswith(call.last):
+                            if event.startswith(call.form.alive):
+                                call.alive = event
+                            if event.startswith(call.form.last):
                                 return
                 if begun and call.position is None:
                     raise Abandoned(
@@ -312,11 +321,12 @@ class Relay:
                         " another replica cannot continue the answer"
                     )
                 upstream = await self._open_again(call)
-            refused = await self._fetch(call, take, upstream)
-            problem = refused.content.replace(b"\n", b" ")
+            refused = (await self._fetch(call, take, upstream)).content
         except ApiError as error:
-            problem = msgspec.json.encode(error_reply(call.path, error)[1])
-        yield b"event: error\ndata: " + problem + b"\n\n"
+            refused = msgspec.json.encode(call.form.error(error))
+        if begun:
+            raise Abandoned(f"the answer cannot be continued: {refused.decode()}")
+        yield call.form.failed % {b"members": refused.replace(b"\n", b" ").strip()[1:-1]}
 
     # ── the endpoint ───────────────────────────────────────────────────────────────────────────────────────────────
     async def _fetch(self, call: _Call, take: Take, upstream: httpx2.Response | None = None) -> _Answer:
@@ -363,7 +373,7 @@ class Relay:
                     call.repeated = True
                     continue
                 call.upstream = upstream
-                if not _is_unavailable(upstream):
+                if not _is_unavailable(call, upstream):
                     return upstream
                 # a 503 without JSON means too many connections: the replica has not begun to work on the call
                 call.repeated |= upstream.status_code != 503 or _is_json(upstream)
@@ -384,8 +394,8 @@ class Relay:
 
 
 # ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Yield events, and a comment whenever there was no event for :data:`KEEP_ALIVE_S`."""
+async def _with_signs_of_life(call: _Call, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """Yield events and, whenever there was no event for :data:`KEEP_ALIVE_S`, that the stream is alive."""
     async with aclosing(events):
         while True:
             taking = asyncio.ensure_future(anext(events, None))
@@ -393,7 +403,7 @@ async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
                 while not taking.done():
                     await asyncio.wait([taking], timeout=KEEP_ALIVE_S)
                     if not taking.done():
-                        yield b": waiting\n\n"
+                        yield call.alive
             finally:
                 if not taking.done():
                     taking.cancel()
@@ -411,6 +421,7 @@ async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) ->
     yielded, because the answer to the repeated call contains them again.
     """
     held: list[bytes] = []
+    last = call.form.last if call.form is not None else ()
     async with aclosing(_blocks(upstream, take)) as blocks:
         async for block in blocks:
             lines = block.split(b"\n")
@@ -420,7 +431,7 @@ async def _tracked_events(call: _Call, upstream: httpx2.Response, take: Take) ->
             if position is not None:
                 number, _, sent = position.removeprefix(_POSITION).decode("ascii", "replace").partition(" ")
                 call.position = number, sent
-            if position is not None or event.startswith(call.last):
+            if position is not None or event.startswith(last):
                 for one in held:
                     yield one
                 held = []
@@ -462,15 +473,15 @@ async def _content(upstream: httpx2.Response, take: Take) -> bytes:
     return bytes(content)
 
 
-def _is_unavailable(upstream: httpx2.Response) -> bool:
+def _is_unavailable(call: _Call, upstream: httpx2.Response) -> bool:
     """Return whether a replica could not accept a call, or was stopped before it began its answer.
 
-    A 503 of the endpoint with a ``Retry-After`` is an answer (no episode is free), and so is a 500 with an error
-    object. Any other 5xx comes from the HTTP server that runs the application; the application has not answered the
-    call.
+    A 503 with ``Retry-After`` is the answer that no episode is free, and a 500 with an error object is an answer, too.
+    A replica that is replaced says so by the status of the form. Any other 5xx comes from the HTTP server that runs the
+    application; the application has not answered the call.
     """
-    if upstream.status_code == 503:
-        return "retry-after" not in upstream.headers
+    if upstream.status_code in (503, 529):
+        return not call.opens_episode or "retry-after" not in upstream.headers
     return upstream.status_code == 502 or (upstream.status_code >= 500 and not _is_json(upstream))
 
 

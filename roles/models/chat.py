@@ -27,7 +27,7 @@ from .conversation import (
     ended,
 )
 from .system_messages import SYSTEM_ROLES, place_system
-from .template_chat import TemplateChat
+from .template_chat import TemplateChat, template_places
 from .tokenizer import Tokenizer, open_tokenizer
 
 CONTENT = "{content}"
@@ -132,7 +132,7 @@ class FolderChat:
         self.tokenizer, self.model = tokenizer, model
         self._tool_format: ToolFormat | None = None
         self._opening = threading.Lock()
-        template = TemplateChat(tokenizer)
+        template = TemplateChat(tokenizer, template_places(tokenizer))
         self.prompt = template.prompt
         self.extend = template.extend
         self.read = template.read

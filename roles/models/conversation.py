@@ -124,12 +124,10 @@ class ModelChat(Chat, Protocol):
 class TemplateTokenizer(Tokenizer, Protocol):
     """The tokenizer of a folder that has a chat template."""
 
+    has_developer: bool
+    """True if the template has messages of the role :data:`DEVELOPER`."""
     takes_parts: bool
     """True if the template joins the pieces of a content itself."""
-
-    @property
-    def places(self) -> SystemPlaces:
-        """The places at which the template shows messages of the system and of developers."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_begins: bool, tools: Sequence[Any] = ()) -> str:
         """Return a conversation as text, at whose end the model's answer begins if ``answer_begins``.

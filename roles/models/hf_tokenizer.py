@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from ...config.input_files import require_unchanged
 from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, TextTooLong, eos_ids, read_json
-from .conversation import SYSTEM, SystemPlaces, as_template_messages
-from .system_messages import SYSTEM_ROLES, find_places
 
 _BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -70,17 +67,9 @@ class FolderTokenizer:
         """Maximum number of bytes of a text."""
         self._chat: Callable[..., str] | None
         self._chat, source = _chat_template(folder, config) if chat else (None, "")
-        self._has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
+        self.has_developer = "'developer'" in source or '"developer"' in source  # as vLLM finds it out
         self.takes_parts = False
         self.takes_parts = self._joins_parts()
-
-    @cached_property
-    def places(self) -> SystemPlaces:
-        """The places at which the template shows messages of the system and of developers."""
-        roles = SYSTEM_ROLES if self._has_developer else (SYSTEM,)
-        return find_places(
-            roles, lambda messages: self.render(as_template_messages(messages, self.takes_parts), answer_begins=True)
-        )
 
     @property
     def document(self) -> str:

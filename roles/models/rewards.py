@@ -13,6 +13,8 @@ Reward = float | dict[str, float]
 ANY_AGENT = "*"
 """The name that stands for all agents whose names have no reward of their own."""
 _MAX_NAMES, _MAX_NAME_CHARS = 64, 200
+_LARGEST = 2.0**127
+"""Largest reward of an agent: the trainer computes with 32 bits, and its square must be finite in 64 bits."""
 NAMED_REWARDS = f"1 to {_MAX_NAMES} finite numbers by the names of agents"
 REWARD = f"a finite number, or a dict of {NAMED_REWARDS}"
 TWO_NUMBERS = "two finite numbers: the reward to report, and the reward to train on"
@@ -49,14 +51,16 @@ def finite_number(value: Any) -> float | None:
 
 def finite_reward(value: Any) -> Reward | None:
     """Return a number, or a dict of numbers by the names of agents, as floats; None if it is not :data:`REWARD`."""
-    if not isinstance(value, dict):
-        return finite_number(value)
     rewards: dict[str, float] = {}
-    for name, number in value.items():
+    for name, number in value.items() if isinstance(value, dict) else [("", value)]:
         reward = finite_number(number)
-        if reward is None or not isinstance(name, str) or len(name) > _MAX_NAME_CHARS or not name.isprintable():
+        if reward is None or abs(reward) > _LARGEST:
+            return None
+        if not isinstance(name, str) or len(name) > _MAX_NAME_CHARS or not name.isprintable():
             return None
         rewards[name] = reward
+    if not isinstance(value, dict):
+        return rewards[""]
     return rewards if 0 < len(rewards) <= _MAX_NAMES else None
 
 

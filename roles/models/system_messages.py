@@ -40,10 +40,10 @@ def find_places(roles: Iterable[str], show: Callable[[Sequence[Message]], str]) 
         except Exception:  # the format refuses this conversation anyway
             return True
         try:
-            text = show([*before, Message(role, _MARK), *after])
+            shows = show([*before, Message(role, _MARK), *after])
         except Exception:  # a template may raise any
             return False
-        return _MARK in text and all(text.find(message.content) < text.find(_MARK) for message in before)
+        return _MARK in shows and all(shows.find(message.content) < shows.find(_MARK) for message in before)
 
     first = frozenset(role for role in roles if shown(role, (), (_ASKED,)))
     return SystemPlaces(first, frozenset(role for role in first if all(shown(role, *place) for place in _PLACES)))

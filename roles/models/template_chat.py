@@ -5,9 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .conversation import ASSISTANT, AnswerContent, Message, TemplateTokenizer, as_template_messages, ended
-from .system_messages import place_system
+from .conversation import (
+    ASSISTANT,
+    SYSTEM,
+    AnswerContent,
+    Message,
+    SystemPlaces,
+    TemplateTokenizer,
+    as_template_messages,
+    ended,
+)
+from .system_messages import SYSTEM_ROLES, find_places, place_system
 from .tokenizer import Tokenizer
+
+
+def template_places(tokenizer: TemplateTokenizer) -> SystemPlaces:
+    """Return the places at which a folder's template shows messages of the system and of developers."""
+
+    def show(messages: Sequence[Message]) -> str:
+        return tokenizer.render(as_template_messages(messages, tokenizer.takes_parts), answer_begins=True)
+
+    return find_places(SYSTEM_ROLES if tokenizer.has_developer else (SYSTEM,), show)
 
 
 class TemplateChat:
@@ -15,16 +33,17 @@ class TemplateChat:
 
     Args:
         tokenizer: Tokenizer of the folder.
+        places: What :func:`template_places` returns for this tokenizer.
         tools: Tools that the template shows to the model: OpenAI's list, decoded.
 
     Raises:
         ValueError: The folder has no chat template, or the template cannot render a user's message and an answer to it.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, *, tools: Sequence[Any] = ()) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, places: SystemPlaces, *, tools: Sequence[Any] = ()) -> None:
         self.tokenizer: Tokenizer = tokenizer
         self._folder_tokenizer = tokenizer
-        self._tools = tools
+        self._places, self._tools = places, tools
         self._answer_ends = self._find_end()
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -53,7 +72,7 @@ class TemplateChat:
 
     def _render(self, messages: Sequence[Message], *, answer_begins: bool) -> str:
         tokenizer = self._folder_tokenizer
-        given = as_template_messages(place_system(messages, tokenizer.places), tokenizer.takes_parts)
+        given = as_template_messages(place_system(messages, self._places), tokenizer.takes_parts)
         return tokenizer.render(given, answer_begins=answer_begins, tools=self._tools)
 
     def _find_end(self) -> str | None:

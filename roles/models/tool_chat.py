@@ -32,7 +32,7 @@ from .conversation import (
     as_template_messages,
 )
 from .system_messages import find_places, place_system
-from .template_chat import TemplateChat
+from .template_chat import TemplateChat, template_places
 
 try:
     import renderers
@@ -79,6 +79,7 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
     Raises:
         ToolsUnsupported: Tools cannot be offered to this model.
     """
+    places = template_places(tokenizer)
     if parser is not None:
         asked = as_template_messages([Message("user", "a")], tokenizer.takes_parts)
         shown = tokenizer.render(asked, answer_begins=True, tools=[_PROBE_TOOL])
@@ -87,11 +88,11 @@ def open_tool_format(tokenizer: TemplateTokenizer, parser: str | None) -> ToolFo
                 "[model] tool_parser: the chat template of the folder does not show tools to the"
                 " model; add a chat_template.jinja that does, or remove the key"
             )
-        return partial(ParsedChat, tokenizer, parser)
+        return partial(ParsedChat, tokenizer, parser, places)
     for name in _candidates(tokenizer):
-        if (renderer := _family_renderer(name, tokenizer)) is not None:
+        if (renderer := _family_renderer(name, tokenizer, places)) is not None:
             _log.info("tools are offered in the format of the model family %s", name)
-            return partial(FamilyChat, tokenizer, renderer, places=_family_places(tokenizer, renderer))
+            return partial(FamilyChat, tokenizer, renderer, _family_places(tokenizer, renderer, places))
     names = ", ".join(sorted(parsers.TOOL_PARSERS))
     raise ToolsUnsupported(
         f"no parser for tool calls is known for the chat template of this model; set [model]"
@@ -107,17 +108,17 @@ def _candidates(tokenizer: TemplateTokenizer) -> Iterator[str]:
             yield name
 
 
-def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
+def _family_renderer(name: str, tokenizer: TemplateTokenizer, places: SystemPlaces) -> Any:
     """Return the renderer of a family if it writes what the folder's template writes; otherwise None."""
     given = _LibraryTokenizer(tokenizer)
-    template = TemplateChat(tokenizer, tools=[_PROBE_TOOL])
+    template = TemplateChat(tokenizer, places, tools=[_PROBE_TOOL])
     config = renderers.config_from_name(name)
     thinking = [{"enable_thinking": value} for value in (True, False) if "enable_thinking" in type(config).model_fields]
     for changes in ({}, *thinking):
         try:
             renderer = renderers.create_renderer(given, type(config)(**changes))
             if all(
-                FamilyChat(tokenizer, renderer, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
+                FamilyChat(tokenizer, renderer, places, [_PROBE_TOOL]).prompt(probe) == template.prompt(probe)
                 for probe in _PROBES
             ):
                 return renderer
@@ -126,10 +127,9 @@ def _family_renderer(name: str, tokenizer: TemplateTokenizer) -> Any:
     return None
 
 
-def _family_places(tokenizer: TemplateTokenizer, renderer: Any) -> SystemPlaces:
-    """Return the places at which a renderer shows messages of the system and of developers, as the template does."""
-    given = tokenizer.places
-    chat = FamilyChat(tokenizer, renderer, [_PROBE_TOOL], SystemPlaces(given.first, given.first))
+def _family_places(tokenizer: TemplateTokenizer, renderer: Any, given: SystemPlaces) -> SystemPlaces:
+    """Return the places, of those of the template, at which a renderer shows messages of the system, too."""
+    chat = FamilyChat(tokenizer, renderer, SystemPlaces(given.first, given.first), [_PROBE_TOOL])
 
     def show(messages: Sequence[Message]) -> str:
         answered = 1 + max((at for at, each in enumerate(messages) if each.role == ASSISTANT), default=-1)
@@ -149,15 +149,13 @@ class FamilyChat:
     Args:
         tokenizer: Tokenizer of the model's folder.
         renderer: The library's renderer of the family.
-        tools: OpenAI's list of tools.
         places: The places at which the renderer shows messages of the system and of developers.
+        tools: OpenAI's list of tools.
     """
 
-    def __init__(
-        self, tokenizer: TemplateTokenizer, renderer: Any, tools: Sequence[Any], places: SystemPlaces | None = None
-    ) -> None:
+    def __init__(self, tokenizer: TemplateTokenizer, renderer: Any, places: SystemPlaces, tools: Sequence[Any]) -> None:
         self.tokenizer = tokenizer
-        self._renderer, self._tools, self._places = renderer, list(tools), places or tokenizer.places
+        self._renderer, self._places, self._tools = renderer, places, list(tools)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a conversation, at whose end the model's answer begins."""
@@ -201,11 +199,12 @@ class ParsedChat:
     Args:
         tokenizer: Tokenizer of the folder.
         parser: Name of the library's parser.
+        places: What :func:`.template_chat.template_places` returns for this tokenizer.
         tools: OpenAI's list of tools, which the template shows.
     """
 
-    def __init__(self, tokenizer: TemplateTokenizer, parser: str, tools: Sequence[Any]) -> None:
-        chat = TemplateChat(tokenizer, tools=tools)
+    def __init__(self, tokenizer: TemplateTokenizer, parser: str, places: SystemPlaces, tools: Sequence[Any]) -> None:
+        chat = TemplateChat(tokenizer, places, tools=tools)
         self.tokenizer = tokenizer
         self.prompt = chat.prompt
         self.extend = chat.extend

@@ -26,8 +26,7 @@ from ..models.tensors import assigned_device
 from ..models.tokenizer import Tokenizer
 from ..trajectories.types import Item, PathDigest, Segment
 from .engine import IN_USE_TEXT, Engine, Sampling, StepOutput, sampling_of
-from .foreign_sampling import GREEDY, next_token
-from .masks import Mask, Masks
+from .foreign_sampling import GREEDY, Mask, Masks, next_token
 
 _log = logging.getLogger("rrl.rollout")
 

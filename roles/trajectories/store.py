@@ -168,7 +168,9 @@ class Store:
             ignores_truncated=ignores_truncated,
         )
         self._work = WorkQueue(self._state, self._staleness, groups_per_batch)
-        self.evaluations = Evaluations(self._durable, evaluations, lambda: self.newest_version, self._end_leases)
+        self.evaluations = Evaluations(
+            self._durable, evaluations, lambda: self.newest_version, self._end_leases, end_tokens
+        )
         self.episodes = Episodes(self, self._durable, self._staleness, self._work, self.evaluations, episodes)
         self.evaluations.end_abandoned()
         self.evaluations.finish()  # earlier settings or a crash may have prevented this record

@@ -15,7 +15,7 @@ from rrl.core.types import Version
 from rrl.roles.models.hf_tokenizer import FolderTokenizer
 from rrl.roles.models.policy import load_initial, materialise, skeleton
 from rrl.roles.rollout.engine import Engine, Sampling
-from rrl.roles.rollout.masks import Masks
+from rrl.roles.rollout.foreign_sampling import Masks
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.roles.trajectories.types import Sampling as Overrides
 from rrl.tests.support.engine import engines

@@ -154,8 +154,8 @@ def _message(role: str, texts: list[str], tool_call_id: str = "") -> Message:
 def _texts(content: Any, where: str) -> list[str]:
     """Return the pieces of a content, a text or a list of blocks, without those about billing. Raises ApiError."""
     blocks = content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
-    texts = [_text_of(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
-    return [text for text in texts if not text.startswith(_BILLING)]
+    pieces = [_text_of(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
+    return [piece for piece in pieces if not piece.startswith(_BILLING)]
 
 
 def _text_of(block: Any, where: str) -> str:

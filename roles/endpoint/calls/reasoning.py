@@ -17,11 +17,11 @@ def seal(reasoning: str) -> str:
     return _MARK + base64.b64encode(reasoning.encode()).decode()
 
 
-def unseal(text: object) -> str:
+def unseal(sealed: object) -> str:
     """Return the reasoning in a value that a client sent; empty if :func:`seal` has not made it."""
-    if not isinstance(text, str) or not text.startswith(_MARK):
+    if not isinstance(sealed, str) or not sealed.startswith(_MARK):
         return ""
     try:
-        return base64.b64decode(text.removeprefix(_MARK), validate=True).decode()
+        return base64.b64decode(sealed.removeprefix(_MARK), validate=True).decode()
     except ValueError:
         return ""

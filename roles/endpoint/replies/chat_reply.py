@@ -10,7 +10,6 @@ import msgspec
 
 from ...models.conversation import Message
 from ..calls.call import Call
-from ..calls.errors import ApiError
 from .answer import End, SampledAnswer
 from .writer import OpenedTurns
 
@@ -67,10 +66,6 @@ class ChatWriter:
     def alive(self) -> bytes:
         """Return a comment."""
         return b": waiting\n\n"
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the error as an event."""
-        return b"data: " + msgspec.json.encode(error.body) + b"\n\n"
 
     @property
     def position(self) -> str:

@@ -83,10 +83,6 @@ class MessagesWriter:
         """Return an event, because some clients count a stream that has only comments as idle."""
         return _event("ping")
 
-    def failed(self, error: ApiError) -> bytes:
-        """Return the error as an event."""
-        return _event(**messages_error(error))
-
     # ── the message and its blocks ─────────────────────────────────────────────────────────────────────────────────
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": f"msg_{self._turn}", "type": "message", "role": "assistant"}
@@ -109,10 +105,10 @@ class MessagesWriter:
 def messages_error(error: ApiError) -> dict[str, Any]:
     """Return the body of an error."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = error.body["error"]
+    content = error.body["error"]
     # Claude Code knows by these words that it must shorten the conversation.
-    begin = "prompt is too long: " if told["code"] == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": begin + str(told["message"])}}
+    begin = "prompt is too long: " if content["code"] == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": begin + str(content["message"])}}
 
 
 def _blocks(shown: Message) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import msgspec
 
 from ...models.conversation import Message, ToolCall
 from ..calls.call import Call, ToolName
-from ..calls.errors import ApiError
 from ..calls.reasoning import seal
 from .answer import End, SampledAnswer
 from .writer import OpenedTurns
@@ -71,12 +70,6 @@ class ResponsesWriter:
     def alive(self) -> bytes:
         """Return an event, because Codex counts a stream that has only comments as idle."""
         return self._event("response.in_progress", response=self._response("in_progress"))
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event of a response that failed."""
-        told = error.body["error"]
-        problem = {"code": told["code"] or told["type"], "message": told["message"]}
-        return self._event("response.failed", response=self._response("failed", error=problem))
 
     @property
     def position(self) -> str:

@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from ...models.conversation import Chat
 from ..calls.call import Call
-from ..calls.errors import ApiError
 from .answer import SampledAnswer
 
 
@@ -66,10 +65,6 @@ class Writer(Protocol):
 
     def alive(self) -> bytes:
         """Return a sign of life, at intervals of :data:`.reply.KEEP_ALIVE_S` in which nothing else was written."""
-        ...
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event with which an error ends a stream that has begun."""
         ...
 
     @property

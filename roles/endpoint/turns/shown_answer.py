@@ -60,7 +60,9 @@ def end_at_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer
     text = tokenizer.decode(tokens[:high])
     first = _first_stop(text, stop)
     begin = cut if first is None else first
-    return StopEnd(high, text[:begin], next((each for each in stop if text.startswith(each, begin)), stop[0]))
+    return StopEnd(
+        high, text[:begin], next((each for each in stop if text[begin : begin + len(each)] == each), stop[0])
+    )
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:

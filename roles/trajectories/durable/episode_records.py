@@ -145,10 +145,8 @@ class EpisodeRecords:
         )
 
     def divide(self, track: TrajectoryState) -> None:
-        """Divide the samples of a scored episode by agent, if they are not, and count the turns without a reward."""
+        """Divide the samples of a scored episode by agent, and count the turns that have no reward."""
         episode = episode_of(track)
-        if episode.agents:
-            return
         divide_by_agent(track)
         untrained = sum(turn.turn.agent not in episode.agents for turn in trainable_turns(episode) if turn.turn)
         self.counted = replace(self.counted, untrained_turns=self.counted.untrained_turns + untrained)

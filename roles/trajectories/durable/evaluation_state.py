@@ -166,11 +166,12 @@ class EvaluationState:
             elif answer.failed:
                 yield EvaluationScored((), (answer.id,))
 
-    def metrics(self, source: Callable[[int], str]) -> dict[str, float]:
+    def metrics(self, source: Callable[[int], str], is_cut: Callable[[EvaluatedAnswer], bool]) -> dict[str, float]:
         """Return the result of the open evaluation so far, by name (docs/evaluation.md).
 
         Answers that cannot be scored count only in ``unscored``, and prompts without a scored answer do not count.
-        ``source`` returns the name of the prompt file of an item; empty if there is only one source.
+        ``source`` returns the name of the prompt file of an item; empty if there is only one source. ``is_cut`` tells
+        whether the limit on its length cut a scored answer.
         """
         by_item: dict[int, list[Score]] = {}
         scored = [answer for answer in self.answers.values() if answer.score is not None]
@@ -183,6 +184,7 @@ class EvaluationState:
         if scored and self.open is not None:
             metrics |= _rewards(list(by_item.values()), self.open.samples)
             metrics["completion_len"] = fmean(answer.length for answer in scored)
+            metrics["truncated"] = fmean(map(is_cut, scored))
             sources = {item: source(item) for item in by_item}
             for name in sorted({*sources.values()} - {""}):
                 figures = _rewards([scores for item, scores in by_item.items() if sources[item] == name], 1)

@@ -372,7 +372,8 @@ class EpisodesCounted(Struct, frozen=True, tag="episodes_counted", array_like=Tr
     given_tokens: int = 0
     """Given tokens of the turns that ``turns`` counts."""
     untrained_turns: int = 0
-    """Number of the turns in ``turns`` that were sampled from another policy, or whose answers were not used."""
+    """Number of the turns in ``turns`` that were sampled from another policy, whose answers were not used, or whose
+    agents have no reward."""
     token_drift: int = 0
     """Trained tokens that differ, or whose context differs, from what the engine had. It must be 0."""
 

@@ -254,9 +254,10 @@ class State:
 
         An episode with one number, for example for a failure, is then compared with those that have rewards by name.
         """
-        scored = [track for track in group.trajectories if track.score is not None]
-        if any(track.score is not None and track.score.agents for track in scored):
-            for track in scored:
+        if any(track.score is not None and track.score.agents for track in group.trajectories):
+            for track in group.trajectories:
+                if track.score is None or track.episode is None or track.episode.agents:
+                    continue
                 before = trained_tokens(track)
                 self.episode_records.divide(track)
                 self._count(ended_tokens=trained_tokens(track) - before)

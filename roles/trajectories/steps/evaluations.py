@@ -20,7 +20,7 @@ a step that must be evaluated is committed, the episodes with a score are its re
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -75,6 +75,7 @@ class Evaluations:
         settings: Settings of the job; None if it has no evaluations.
         newest: Returns the newest weight version that the trainer has published.
         end_leases: Ends the leases of an episode, given its group, and of its turns.
+        end_tokens: Tokens that end an answer.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class Evaluations:
         settings: EvaluationSettings | None,
         newest: Callable[[], NewestVersion | None],
         end_leases: Callable[[Group], None],
+        end_tokens: Collection[int],
     ) -> None:
         self._durable, self._settings, self._newest, self._end_leases = durable, settings, newest, end_leases
+        self._end_tokens = end_tokens
         self._state = durable.state.evaluations
         self._leases, self._scoring_leases = Leases(), Leases()
         self._prompts: dict[int, Prompt | None] = {}
@@ -216,7 +219,7 @@ class Evaluations:
 
     def _record(self, step: int) -> None:
         assert self._state.open is not None
-        metrics = self._state.metrics(self._source)
+        metrics = self._state.metrics(self._source, self._is_cut)
         for answer in self._state.answers.values():
             if answer.episode is not None:
                 self._end_leases(answer.episode.group)
@@ -262,6 +265,14 @@ class Evaluations:
     def _source(self, item: int) -> str:
         prompt = self._prompt(item)
         return "" if prompt is None else prompt.source
+
+    def _is_cut(self, answer: EvaluatedAnswer) -> bool:
+        """Return whether the limit on its length cut a complete answer, or an answer of a complete episode."""
+        assert self._settings is not None
+        if answer.episode is not None and (episode := answer.episode.episode) is not None:
+            return any(episode.turns[number].truncated for number in episode.counted)
+        last = unpack_tokens(answer.segments[-1].tokens)[-1] if answer.segments else None
+        return answer.length >= self._settings.max_new_tokens and last not in self._end_tokens
 
     def _answers_to(self, item: int) -> tuple[int, ...]:
         """Return the numbers of the answers to a prompt that are not settled."""

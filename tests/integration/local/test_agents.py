@@ -10,10 +10,12 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from rrl.core.samples_file import read_steps
 from rrl.core.types import Incarnation, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.roles.endpoint.key import decode_key
@@ -258,3 +260,36 @@ def test_item_whose_agent_ends_the_process_is_named_and_the_run_goes_on(tmp_path
     assert blamed[f"{why} 2"] == 4
     assert blamed.keys() <= {f"{why} 1", f"{why} 2", f"{why} 3"}, "the neighbours that were at work both times, at most"
     assert state.replica(AGENTS).incarnation_number == 3
+
+
+NAMED = """
+from guess_task import CLIENT
+
+async def run(item, base_url, api_key):
+    client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), []
+    for agent in ("planner", "coder", "planner", "critic"):
+        messages.append({"role": "user", "content": "?"})
+        reply = await client.chat.completions.create(model=agent, messages=messages)
+        messages.append(reply.choices[0].message)
+    return {"planner": int(item), "coder": 1.0}
+"""
+
+
+def test_agents_of_an_episode_are_trained_with_their_own_rewards_although_the_store_dies(tmp_path: Path) -> None:
+    steps = 10
+    (tmp_path / "named.py").write_text(NAMED)
+    run = submit(tmp_path, steps, *FEW, *WITHOUT_MODEL, ('function = "guess_task:run"', 'function = "named:run"'))
+    run.wait(lambda state: state.step >= 2, TIMEOUT_S)
+    kill(run, STORE)
+    wait_completed(run, steps, 4)
+    printed = run.call("metrics", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]
+    rows = [row["metrics"] for row in map(json.loads, printed.splitlines()) if row["step"]]
+    assert len(rows) == steps
+    for row in rows:
+        assert (row["reward_coder"], row["token_drift"]) == (1.0, 0.0)
+        assert row["reward"] == pytest.approx((1.0 + row["reward_planner"]) / 2)
+    assert rows[-1]["untrained_turns"] == rows[-1]["episodes_finished"], "the turns of the critic are not context"
+    for step in read_steps(run.run.samples, lambda kept: kept)[1]:
+        for one in step.samples:
+            assert [sum(run.trained for run in one.runs), one.agent] in ([2, "planner"], [1, "coder"])
+            assert one.agent == "planner" or one.reward == 1.0

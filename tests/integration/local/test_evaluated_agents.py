@@ -111,6 +111,7 @@ def test_agents_of_the_run_are_evaluated_once_although_every_role_and_the_manage
     for metrics in results(run).values():
         lengths = metrics.pop("completion_len")
         assert 2 <= lengths <= 4
+        assert metrics.pop("truncated") == 0.0
         assert metrics == {"count": COUNT * SAMPLES, "reward": 1.0, "pass@1": 1.0, "avg@2": 1.0, "pass@2": 1.0}
     shown = run.call("status", run.run.id, stdout=subprocess.PIPE).communicate(timeout=60)[0]
     assert f"step {STEPS} · pass@1 1.00 (1.00 at step 0)" in shown

@@ -70,7 +70,7 @@ def test_each_evaluation_is_there_once_after_kills_of_every_role_and_the_manager
     assert [event.step for event in recorded] == DUE
     for event in recorded:
         shares = dict.fromkeys(("reward", "pass@1", "avg@2", "pass@2"), 1.0)
-        assert event.metrics == {"count": COUNT * SAMPLES, **shares, "completion_len": 5.0}
+        assert event.metrics == {"count": COUNT * SAMPLES, **shares, "completion_len": 5.0, "truncated": 0.0}
     for path in (run.run.path / "batches").glob("*.json"):
         assert all(one["id"] < FIRST_EVALUATED for one in json.loads(path.read_text()))
     assert [one["step"] for one in run.summary()["evaluations"]] == DUE

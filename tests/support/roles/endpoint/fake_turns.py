@@ -43,6 +43,7 @@ class FakeTurns:
         """Turns that the store would return as those of an earlier attempt."""
         self.marked: list[tuple[int, bool, bool]] = []
         """What the endpoint has reported of answers: turn, whether it was delivered, and whether it was asked again."""
+        self._lost: set[int] = set()
         self.holding: tuple[int, ...] = ()
         """The turns that the endpoint had according to its newest request."""
         self._episode_of: dict[int, int] = {}
@@ -70,10 +71,8 @@ class FakeTurns:
                 if self._episode_of[turn.id] == episode and turn.attempt == attempt and turn.id not in holding
             )
             self.holding = tuple(holding)
-            fates = {turn: delivered for turn, delivered, _ in self.marked}
-            lost = (turn for turn in self.turns.values() if turn.request.startswith(f"{call}/"))
-            undelivered = tuple(turn.id for turn in lost if not fates.get(turn.id, True))
-            return EpisodeTurns(attempt, turns, tuple(self.recorded), undelivered)
+            lost = tuple(turn for turn in self._lost if self.turns[turn].request.startswith(f"{call}/"))
+            return EpisodeTurns(attempt, turns, tuple(self.recorded), lost)
 
     async def open_turn(
         self,
@@ -93,6 +92,7 @@ class FakeTurns:
             self._check(episode, attempt)
             for turn in self.turns.values():
                 if (self._episode_of[turn.id], turn.attempt, turn.request) == (episode, attempt, request):
+                    self._lost.discard(turn.id)
                     return turn.id
             made = Turn(
                 2**40 + len(self._episode_of),
@@ -133,6 +133,8 @@ class FakeTurns:
 
     async def mark(self, turn: int, delivered: bool, repeated: bool) -> None:
         self.marked.append((turn, delivered, repeated))
+        if not delivered:
+            self._lost.add(turn)
 
     def sample(self, turn: int, *tokens: int, finished: bool = False) -> None:
         """Add durable tokens to a turn."""

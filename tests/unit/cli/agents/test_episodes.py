@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from rrl.api.sampled_steps import read_store
 from rrl.cli import main
-from rrl.cli.agents.episodes import read_store
 from rrl.cli.views.episode_trees import Episode, episodes_of
 from rrl.cli.views.episodes import episode_view, episodes_view
 from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Version
 from rrl.roles.trajectories.episodes.requests import FinishEpisode, LeasedEpisodes, OpenEpisode, OpenTurn, TurnOpened
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Done, Sampling
+from rrl.roles.trajectories.types import Denied, Done, Sampling
 from rrl.tests.support.cli.agent_runs import endpoint_job
 from rrl.tests.support.cli.json_keys import assert_fits_its_schema
 from rrl.tests.support.cli.story import Story
@@ -29,13 +30,23 @@ from rrl.tests.support.roles.trajectories.agents import (
     OTHER_AGENTS,
     ask,
     episodes,
+    evaluated,
     fail,
     finish,
     open_agents_store,
     sample,
     turn,
 )
-from rrl.tests.support.roles.trajectories.crew import ROLLOUT, bind, commit, figures_of, incarnation_of, lease, segment
+from rrl.tests.support.roles.trajectories.crew import (
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    figures_of,
+    incarnation_of,
+    lease,
+    segment,
+)
 
 RUN = "small-7"
 
@@ -144,6 +155,24 @@ def test_an_answer_of_another_policy_is_context(run: RunDir, store: Store) -> No
     assert (one.trained, one.branches) == (2, 1)
 
 
+def test_turns_have_the_names_of_their_agents_and_the_episode_their_rewards(run: RunDir, store: Store) -> None:
+    (item,) = episodes(store, 1)
+    for agent in ("planner", "coder\x1b[2J", "judge"):
+        opened = answer(store, OpenTurn(AGENTS, item.episode, 1, agent, None, 0, (2, 3), 4, agent=agent))
+        assert isinstance(opened, TurnOpened)
+        sample(store, opened.turn, (5, 6))
+    rewards = {"planner": 0.25, "coder\x1b[2J": 1.0}
+    assert isinstance(answer(store, FinishEpisode(AGENTS, item.episode, 1, rewards)), Denied)
+    assert answer(store, FinishEpisode(AGENTS, item.episode, 1, {"planner": 0.25, "judge": 0.75})) == Done()
+    store.flush()
+    one = read(run)[0]
+    assert [(each.agent, each.trained) for each in one.turns] == [("planner", 2), ("coder\x1b[2J", 0), ("judge", 2)]
+    assert (one.reward, one.trained) == (0.5, 4)
+    text = drawn(episode_view(one), 120)
+    assert "reward 0.50 (judge 0.75, planner 0.25)" in text
+    assert "turn 2 of coder\\x1b[2J  given 2, sampled 2 by v0  0 trained, 2 context" in text
+
+
 def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store: Store) -> None:
     replica = incarnation_of("endpoint/0")
     store.update_membership([*CREW, replica])
@@ -157,6 +186,19 @@ def test_an_episode_of_an_outside_agent_may_await_its_reward(run: RunDir, store:
     assert answer(store, FinishEpisode(replica, item.episode, 1, None, True)) == Done()
     store.flush()
     assert read(run)[0].state == "awaits reward"
+
+
+def test_begun_episodes_of_the_open_evaluation_are_listed_and_none_of_their_tokens_is_trained(run: RunDir) -> None:
+    store = open_agents_store(run.store, **evaluated("own"))
+    assert store.report_versions(TRAINER, (Version(0, 1),)) is None
+    item, _ = episodes(store, 2)
+    turn(store, item, (2, 3), (5, 1))
+    finish(store, item)
+    store.flush()
+    found = [one for one in read(run) if one.split == "eval"]
+    assert [(one.state, one.sampled, one.trained) for one in found] == [("scored", 2, None), ("at work", 0, None)]
+    assert "1 scored (eval), 1 at work (eval)" in drawn(episodes_view(found), 100)
+    assert "item 0, of the evaluation" in drawn(episode_view(found[0]), 100)
 
 
 def test_figures_of_a_step_have_the_episodes_in_progress(store: Store) -> None:

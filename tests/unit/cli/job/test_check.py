@@ -607,6 +607,38 @@ def test_rate_that_destroys_a_trained_model_is_a_warning_and_an_unknown_size_is_
     assert doubts == [f"roles.trainer.{text}" for text in doubted]
 
 
+@pytest.mark.parametrize(
+    ("lora", "problem"),
+    [
+        ("rank = 16", None),
+        (
+            "rank = 17",
+            "rank: 17 is larger than a side of model.layers.0.self_attn.k_proj (16 x 64 weights);"
+            " lower it to 16 or less",
+        ),
+        ('rank = 64\ntargets = ["q_proj"]', None),
+        ('rank = 8\ntargets = ["c_attn"]', "targets: 'c_attn' is no linear module of the model that can be adapted;"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_one_line_and_exit_code_2(
+    site: Site, capsys: pytest.CaptureFixture[str], lora: str, problem: str | None
+) -> None:
+    shapes = {"q_proj": [64, 64], "k_proj": [16, 64]}
+    header = json.dumps(
+        {
+            f"model.layers.0.self_attn.{name}.weight": {"shape": shape, "dtype": "BF16", "data_offsets": [0, 0]}
+            for name, shape in shapes.items()
+        }
+    ).encode()
+    folder = model_folders.make(site.job.parent / "m", 128)
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    site.job.write_text(_with_model() + f"[roles.trainer.lora]\n{lora}\n")
+    assert main.run(["check", "--no-task", str(site.job)]) == (0 if problem is None else 2)
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == (problem is not None)
+    assert problem is None or f"roles.trainer.lora.{problem}" in err
+
+
 _ALONE = (
     "sampling.group_size = 1: an answer learns from the comparison with others to its prompt, and there are none; write"
     " 2 or more"

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import rrl
 from rrl.cli import main
 from rrl.core.run_dir import RunDir
 from rrl.core.run_spec import RunSpec, SamplesSpec, TokenizerSpec
@@ -77,7 +78,7 @@ def test_json_has_every_field_of_every_selected_trajectory(store: Store, capsys:
     trained(store, 1)
     document = json.loads(shown(capsys, "1", "--best", "9", "--json"))
     assert_fits_its_schema("samples", document)
-    assert (document["run"], document["step"], document["trajectories"]) == (RUN, 1, 4)
+    assert (document["run"], document["step"], document["trajectories"], document["kept"]) == (RUN, 1, 4, 4)
     assert [one["reward"] for one in document["samples"]] == [3, 2, 1, 0]
     assert document["samples"][0]["turns"][1] == {
         "sampled": True,
@@ -85,6 +86,16 @@ def test_json_has_every_field_of_every_selected_trajectory(store: Store, capsys:
         "text": "two six <eos>",
         "tokens": [],
     }
+
+
+def test_programs_get_the_samples_that_the_command_prints(store: Store) -> None:
+    trained(store, 1)
+    found = rrl.run(RUN).samples(1, best=2, grep="two SIX")
+    assert (found.step, found.trajectories, [one.reward for one in found.samples]) == (1, 4, [3, 2])
+    assert found.samples[0].answer == "two six <eos>"
+    assert rrl.run(RUN).samples(tokens=True).samples[0].turns[1].tokens == (3, 7, 1)
+    with pytest.raises(rrl.UsageError, match="exclude each other"):
+        rrl.run(RUN).samples(best=1, worst=1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +124,7 @@ def test_an_older_step_is_shown_from_what_was_kept(run: RunDir, capsys: pytest.C
         trained(store, number)
         store.close()
     found = json.loads(shown(capsys, "1", "--best", "4", "--json"))
-    assert (found["trajectories"], len(found["samples"])) == (4, PER_STEP)
+    assert (found["trajectories"], found["kept"], len(found["samples"])) == (4, PER_STEP, PER_STEP)
     assert "only 2 trajectories of the step are kept" in shown(capsys, "1", "--best", "1")
     assert shown(capsys, "5").startswith("step 5")
 
@@ -143,8 +154,8 @@ def test_text_of_the_model_cannot_command_the_terminal(store: Store, capsys: pyt
         (("9",), f"step 9 of {RUN} is not committed; its newest committed step is 6"),
         (("1",), f"no samples of step 1 of {RUN} are kept; kept are steps 2-6"),
         (("6", "--group", "99"), f"step 6 of {RUN} has no group 99; it has groups 10-11"),
-        (("6", "--best", "1", "--worst", "1"), "--best and --worst exclude each other; write one of them"),
-        (("6", "--grep", "x", "--tokens"), "--grep looks for text, and --tokens decodes none; write one of them"),
+        (("6", "--best", "1", "--worst", "1"), "best and worst exclude each other; give one of them"),
+        (("6", "--grep", "x", "--tokens"), "grep looks for text, and with tokens there is none; give one of them"),
         (("6", "--best", "0"), '--best: must be at least 1, not "0"; see: rrl samples --help'),
     ],
 )

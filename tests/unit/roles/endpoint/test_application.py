@@ -240,7 +240,7 @@ def test_call_of_an_ended_attempt_is_broken_off_and_its_repetition_is_refused(
         ("reasoning_effort", "low"),
         ("n", 0),
         ("n", 1000),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("stream", 1),
         ("messages", []),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),

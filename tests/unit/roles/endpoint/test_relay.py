@@ -18,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rrl.roles.endpoint import http_messages, relay
+from rrl.roles.endpoint.calls.errors import ApiError
+from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.endpoint.relay import Relay
 from rrl.tests.support.roles.endpoint.fake_endpoint import (
@@ -67,6 +69,19 @@ class Scene:
 
     def create(self, **more: Any) -> Any:
         return self.client(max_retries=0).chat.completions.create(model="m", messages=USER, **more)
+
+    def raw_stream(self, path: str) -> bytes:
+        host = self.server.base_url.removeprefix("http://").removesuffix("/v1")
+        connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
+        connection.request("POST", path, b'{"stream": true}', {})
+        return connection.getresponse().read()
+
+    def stream(self, path: str) -> tuple[str, Any]:
+        """Return name and data of the only event of a stream."""
+        lines = self.raw_stream(path).decode().splitlines()
+        name = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+        (data,) = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+        return "".join(name), data
 
     def post(self, path: str, headers: Mapping[str, str] = {}, content: bytes = b"{}") -> tuple[int, Any]:
         host = self.server.base_url.removeprefix("http://").removesuffix("/v1")
@@ -188,12 +203,14 @@ def test_stream_without_its_last_event_is_requested_again(scene: Scene) -> None:
     assert headers_of(replica, 1)["x-rrl-sent"] == "1"
 
 
-def test_interrupted_stream_of_an_ended_attempt_ends_with_the_error(scene: Scene) -> None:
+def test_interrupted_stream_of_an_ended_attempt_is_cut(scene: Scene) -> None:
     scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"), replies(FENCED, 403))
     stream = scene.create(stream=True)
     assert next(stream).choices[0].delta.content == "1"
-    with pytest.raises(openai.APIError, match="attempt 1 is over"):
+    with pytest.raises(openai.APIConnectionError):
         next(stream)
+    with pytest.raises(openai.PermissionDeniedError):
+        scene.create(stream=True)
 
 
 def test_interrupted_plain_answer_of_an_ended_attempt_becomes_the_refusal(scene: Scene) -> None:
@@ -256,14 +273,65 @@ def test_a_call_of_an_ended_run_is_refused(scene: Scene) -> None:
     assert (plain.value.status_code, plain.value.body["code"]) == (410, "run_ended")
 
 
-def test_interrupted_stream_of_an_ended_run_ends_with_the_error(scene: Scene) -> None:
+def test_interrupted_stream_of_an_ended_run_is_cut(scene: Scene) -> None:
     replica = scene.serves(breaks(event("1", 1, "1"), media_type="text/event-stream"))
     stream = scene.create(stream=True)
     assert next(stream).choices
     scene.addresses, scene.over = [], True
     replica.stop()
-    with pytest.raises(openai.APIError, match="the run has ended"):
+    with pytest.raises(openai.APIConnectionError):
         next(stream)
+
+
+def slowly(act: Act) -> Act:
+    """Answer later than the relay begins a stream."""
+
+    async def slow(request: Request) -> Response:
+        await asyncio.sleep(3 * relay.KEEP_ALIVE_S)
+        return await act(request)
+
+    return slow
+
+
+@pytest.mark.parametrize("root", ["/v1", ""])
+@pytest.mark.parametrize("wire", FORMS)
+def test_error_that_comes_after_the_relay_has_begun_its_stream_is_an_event_of_the_form(
+    scene: Scene, root: str, wire: str
+) -> None:
+    form, error = FORMS[wire], ApiError(400, "the prompt has 9 tokens\nor more", code="context_length_exceeded")
+    scene.serves(slowly(replies(form.error(error), 400)))
+    name, data = scene.stream(root + form.path)
+    assert name == {"responses": "response.failed", "messages": "error"}.get(wire, "")
+    assert "the prompt has 9 tokens" in data["error"]["message"]
+    if wire == "responses":
+        assert data["response"]["error"]["code"] == "context_length_exceeded"
+    if wire == "messages":
+        assert data["type"] == "error"
+
+
+@pytest.mark.parametrize("wire", ["responses", "messages"])
+def test_waiting_stream_repeats_the_sign_of_life_of_its_form(scene: Scene, wire: str) -> None:
+    alive = {"responses": b"event: response.in_progress\ndata: {}", "messages": b"event: ping\ndata: {}"}[wire]
+    begun = breaks(alive + b"\n\n: rrl 1 0:2\n\n", media_type="text/event-stream")
+    last = FORMS[wire].last[0] + b"\ndata: {}\n\n"
+    scene.serves(begun, slowly(streams(last)))
+    sent = scene.raw_stream(f"/v1{FORMS[wire].path}")
+    assert sent.count(alive) >= 2
+    assert sent.endswith(last)
+
+
+@pytest.mark.parametrize(("wire", "status"), [("chat", 503), ("messages", 529)])
+def test_call_is_repeated_while_its_replica_is_replaced(scene: Scene, wire: str, status: int) -> None:
+    replaced = replies({"error": {"message": "replaced"}}, status, **{"retry-after": "1"})
+    replica = scene.serves(replaced, replies(completion("5")))
+    assert scene.post(f"/v1{FORMS[wire].path}") == (200, completion("5"))
+    assert headers_of(replica, 1)["x-stainless-retry-count"] == "1"
+
+
+def test_header_that_says_what_is_not_trained_passes_the_relay(scene: Scene) -> None:
+    replica = scene.serves()
+    scene.create(extra_headers={"x-rrl-train": "0"})
+    assert headers_of(replica)["x-rrl-train"] == "0"
 
 
 def test_agent_that_stops_reading_stops_the_replica_from_sending(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ class Run:
         self._turns: dict[int, StoreInProcess] = {}
         self._servers: dict[int, EndpointServer] = {}
         self._incarnations = [1, 1]
-        self._lock: Any = None
+        self._lock = threading.Lock()
         self.endpoint: dict[int, Endpoint] = {}
         self.restart(0, first=True)
         with self._lock:
@@ -58,7 +59,7 @@ class Run:
             self._servers[replica].stop()
             self._incarnations[replica] += 1
         turns = StoreInProcess(self.store, self.who(replica))
-        self._lock = turns.lock = self._lock or turns.lock
+        turns.lock = self._lock
         with self._lock:
             self.store.update_membership((*CREW, self.who(0), self.who(1)))
         run = ServedRun(RUN, SECRET, Policy(1.0), max_new=8, max_length=60)

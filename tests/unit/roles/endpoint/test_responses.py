@@ -35,13 +35,14 @@ LOOK: dict[str, Any] = {
     "name": "look",
     "parameters": {
         "type": "object",
-        "properties": {"room": {"type": "integer"}},
-        "required": ["room"],
+        "properties": {"place": {"type": "integer"}},
+        "required": ["place"],
         "additionalProperties": False,
     },
     "strict": True,
 }
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ANY_EVENT: Any = ResponseStreamEvent
+EVENT: TypeAdapter[Any] = TypeAdapter(ANY_EVENT)
 
 
 def call_of(name: str = "look", **arguments: Any) -> str:
@@ -95,8 +96,8 @@ def played(scene: ToolScene, how: str) -> Any:
 @pytest.mark.parametrize("how", ["create", "stream", "parse"])
 def test_an_episode_with_tools_is_one_branch_without_a_token_that_is_encoded_again(scene: ToolScene, how: str) -> None:
     think = "<think>\nroom 12\n</think>\n\n"
-    said = "" if how == "parse" else "I look.\n"  # the client parses all text
-    scene.says(f"{think}{said}{call_of(room=1)}", f"{think}{call_of(room=12)}\n{call_of(room=3)}", '{"chairs": 12}')
+    begin = "" if how == "parse" else "I look.\n"  # the client parses all text
+    scene.says(f"{think}{begin}{call_of(place=1)}", f"{think}{call_of(place=12)}\n{call_of(place=3)}", '{"chairs": 12}')
     response = played(scene, how)
     assert json.loads(response.output_text) == {"chairs": 12}
     assert (response.status, response.model) == ("completed", "any")
@@ -110,14 +111,14 @@ def test_an_episode_with_tools_is_one_branch_without_a_token_that_is_encoded_aga
 
 
 def test_an_answer_is_an_item_of_reasoning_a_message_and_calls_with_ids_of_its_turn(scene: ToolScene) -> None:
-    scene.says(f"<think>\nhm\n</think>\n\nI look.\n{call_of(room=12)}")
+    scene.says(f"<think>\nhm\n</think>\n\nI look.\n{call_of(place=12)}")
     response = create(scene, tools=[LOOK])
     turn = f"{scene.opened[0].id:x}"
     reasoning, message, call = response.output
     assert (response.id, reasoning.id, message.id) == (f"resp_{turn}", f"rs_{turn}", f"msg_{turn}")
     assert (call.id, call.call_id, call.name) == (f"fc_{turn}_0", f"call_{turn}_0", "look")
     assert (reasoning.content[0].text, message.content[0].text) == ("hm", "I look.")
-    assert json.loads(call.arguments) == {"room": 12}
+    assert json.loads(call.arguments) == {"place": 12}
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
     only_sealed = {"type": "reasoning", "summary": [], "encrypted_content": reasoning.encrypted_content}
     for carried in ([reasoning], [only_sealed], [], [only_sealed | {"encrypted_content": "garbage"}]):
@@ -178,7 +179,7 @@ def test_text_is_streamed_as_it_grows_and_everything_is_done_in_one_write_at_the
 
 
 def test_items_that_are_no_text_are_streamed_at_the_end(scene: ToolScene) -> None:
-    scene.says(f"<think>\nhm\n</think>\n\nI look.\n{call_of(room=1)}\n{call_of('patch', input='x')}")
+    scene.says(f"<think>\nhm\n</think>\n\nI look.\n{call_of(place=1)}\n{call_of('patch', input='x')}")
     events = list(create(scene, tools=[LOOK, {"type": "custom", "name": "patch"}], stream=True))
     assert [event.type.removeprefix("response.") for event in events if event.type != "response.in_progress"] == [
         "created",
@@ -218,8 +219,8 @@ def test_a_waiting_stream_has_events_because_comments_do_not_keep_every_client(
 ) -> None:
     monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.02)
     with create(scene, tools=[LOOK], stream=True) as stream:
-        seen = [next(stream).type for _ in range(12)]
-        assert seen == ["response.created", *["response.in_progress"] * 11]
+        kinds_of_events = [next(stream).type for _ in range(12)]
+        assert kinds_of_events == ["response.created", *["response.in_progress"] * 11]
         scene.turns.sample(scene.wait_opened(1).id, *scene.chat.tokenizer.encode(END), finished=True)
         assert [*stream][-1].type == "response.completed"
 
@@ -249,6 +250,8 @@ def test_paths_without_a_version_and_probes_for_a_web_socket_are_answered(scene:
 
 
 def test_refusals_have_openais_form(scene: ToolScene) -> None:
+    missing: Any
+    long: Any
     with pytest.raises(openai.NotFoundError) as missing:
         create(scene, previous_response_id="resp_1f")
     assert missing.value.body["code"] == "previous_response_not_found"
@@ -273,8 +276,8 @@ TEXTS = [
     "",
     "a stream of text, é",
     "<think>\nhm\n</think>\n\n",
-    f"<think>\nhm\n</think>\n\nI look.\n{call_of(room=12)}\n{call_of('patch', input='é')}",
-    call_of("ns__look", room=1),
+    f"<think>\nhm\n</think>\n\nI look.\n{call_of(place=12)}\n{call_of('patch', input='é')}",
+    call_of("ns__look", place=1),
     "<tool_call>\n{not JSON\n</tool_call>",
 ]
 NAMES = (ToolName("ns__look", "look", "ns"), ToolName("patch", "patch", custom=True))
@@ -361,7 +364,7 @@ def test_a_stream_has_the_same_ids_and_items_wherever_it_is_cut(
     state: Any = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
     for event in events:
         EVENT.validate_python(event)
-        state.handle_event(construct_type_unchecked(value=event, type_=ResponseStreamEvent))
+        state.handle_event(construct_type_unchecked(value=event, type_=ANY_EVENT))
     final = events[-1]["response"]
     assert final | {"created_at": 0} == whole | {"created_at": 0}
     Response.model_validate(final)

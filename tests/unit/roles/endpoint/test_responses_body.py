@@ -43,7 +43,7 @@ def called(turn: str, place: int = 0, **more: Any) -> dict[str, Any]:
     return {"type": "function_call", **ids, "name": "look", "arguments": "{}"} | more
 
 
-def said(turn: str, text: str) -> dict[str, Any]:
+def answered(turn: str, text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "role": "assistant", "id": f"msg_{turn}", "content": content}
 
@@ -57,7 +57,7 @@ def test_texts_parts_and_items_without_a_type_are_messages() -> None:
     assert whole.messages == (Message("system", "walk"), Message("user", "go"))
     assert (whole.wire, whole.model, whole.stream, whole.max_new) == ("responses", "m", False, None)
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = parse({"role": "user", "content": parts}, said("1", "c"), {"role": "assistant", "content": "d"})
+    call = parse({"role": "user", "content": parts}, answered("1", "c"), {"role": "assistant", "content": "d"})
     assert call.messages is not None
     assert [(each.role, each.content) for each in call.messages] == [
         ("user", "a\nb"),
@@ -67,8 +67,8 @@ def test_texts_parts_and_items_without_a_type_are_messages() -> None:
 
 
 def test_instructions_are_the_first_message_and_no_message_moves() -> None:
-    told = {"role": "developer", "content": "b"}
-    call = parse(told, USER, told, instructions="a")
+    developer = {"role": "developer", "content": "b"}
+    call = parse(developer, USER, developer, instructions="a")
     later = Message("developer", "b")
     assert call.messages == (Message("system", "a"), later, Message("user", "go"), later)
 
@@ -76,13 +76,13 @@ def test_instructions_are_the_first_message_and_no_message_moves() -> None:
 def test_a_run_of_items_is_one_answer_whatever_their_order() -> None:
     one = Message("assistant", "look", tool_calls=(ToolCall("call_1f_0", "look", "{}"),), reasoning="hm")
     for items in (
-        [reasoning("1f"), said("1f", "look"), called("1f")],
-        [reasoning("1f"), called("1f"), said("1f", "look")],  # mini-swe-agent
+        [reasoning("1f"), answered("1f", "look"), called("1f")],
+        [reasoning("1f"), called("1f"), answered("1f", "look")],  # mini-swe-agent
         [reasoning("1f", id=None), {"role": "assistant", "content": "look"}, called("1f", id=None)],  # pydantic-ai
-        [reasoning("1f", content=None, encrypted_content=seal("hm"), id=None), said("", "look"), called("1f")],
+        [reasoning("1f", content=None, encrypted_content=seal("hm"), id=None), answered("", "look"), called("1f")],
         [
             reasoning("1f", content=[], summary=[{"type": "summary_text", "text": "hm"}]),
-            said("1f", "look"),
+            answered("1f", "look"),
             called("1f"),
         ],
     ):
@@ -101,9 +101,9 @@ def test_calls_of_one_answer_are_one_message_even_if_their_outputs_are_between_t
 def test_two_answers_that_follow_each_other_stay_two() -> None:
     """After a broken stream, Codex keeps the finished items, and its next answer follows them."""
     for items in (
-        [reasoning("1f"), said("1f", "a"), reasoning("2f"), said("2f", "b")],
-        [said("1f", "a"), reasoning("", id=None), {"role": "assistant", "content": "b"}],
-        [said("1f", "a"), said("2f", "b")],
+        [reasoning("1f"), answered("1f", "a"), reasoning("2f"), answered("2f", "b")],
+        [answered("1f", "a"), reasoning("", id=None), {"role": "assistant", "content": "b"}],
+        [answered("1f", "a"), answered("2f", "b")],
         [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
     ):
         messages = parse(USER, *items).messages
@@ -113,7 +113,7 @@ def test_two_answers_that_follow_each_other_stay_two() -> None:
 
 def test_reasoning_that_nobody_can_read_is_none() -> None:
     for garbage in ("enc", seal("hm")[:-3] + "%", "rrl1.____", 5, {"a": 1}, None):
-        call = parse(USER, reasoning("1f", content=None, encrypted_content=garbage), said("1f", "a"))
+        call = parse(USER, reasoning("1f", content=None, encrypted_content=garbage), answered("1f", "a"))
         assert call.messages == (Message("user", "go"), Message("assistant", "a"))
     assert unseal(seal("é\n")) == "é\n"
 
@@ -151,10 +151,10 @@ def test_tools_are_offered_as_chat_completions_have_them() -> None:
 
 
 def test_what_cannot_change_the_answer_is_not_part_of_the_meaning() -> None:
-    plain = parse(USER, said("1f", "a"), USER, tools=[LOOK])
+    plain = parse(USER, answered("1f", "a"), USER, tools=[LOOK])
     other = parse(
         USER,
-        said("1f", "a") | {"status": "completed", "phase": None, "id": None},
+        answered("1f", "a") | {"status": "completed", "phase": None, "id": None},
         USER | {"id": "msg_7"},
         tools=[dict(reversed(LOOK.items())) | {"strict": False}],
         stream=True,
@@ -170,7 +170,7 @@ def test_what_cannot_change_the_answer_is_not_part_of_the_meaning() -> None:
     assert other.digest == plain.digest
     assert (plain.ignored, other.ignored) == ((), ("frob",))
     for changed in ({"max_output_tokens": 9}, {"tool_choice": "required"}, {"instructions": "x"}, {"model": "aux"}):
-        assert parse(USER, said("1f", "a"), USER, tools=[LOOK], **changed).digest != plain.digest
+        assert parse(USER, answered("1f", "a"), USER, tools=[LOOK], **changed).digest != plain.digest
 
 
 def test_formats_and_choices_are_constraints() -> None:

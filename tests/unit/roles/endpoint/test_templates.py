@@ -171,7 +171,10 @@ def test_system_messages_within_a_conversation_keep_what_was_sampled(opened: Ope
     assert (second.parent, third.parent) == (first.id, second.id)
     paths = scene.paths()
     assert (second.offset, third.offset) == (len(paths.path(first.id)), len(paths.path(second.id)))
-    text = scene.chat.tokenizer.decode(paths.context(second.id)[second.offset :])
+    tokenizer = scene.chat.tokenizer
+    assert isinstance(tokenizer, FolderTokenizer)
+    text = tokenizer.decode_all(paths.context(second.id)[second.offset :])
+    assert "Hurry." in text
     assert text.count("user") == 1, "a system's message begins no turn of the user"
 
 

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
 from rrl.roles.endpoint.application import INLINE_BYTES
 from rrl.roles.endpoint.calls.call import Policy
+from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.trajectories.types import Sampling
-from rrl.tests.support.roles.endpoint.served import USER, Scene
+from rrl.tests.support.roles.endpoint.served import DEADLINE_S, USER, Scene
 
 NOT_TRAINED = {"x-rrl-train": "0"}
 
@@ -93,3 +95,27 @@ def test_each_name_of_a_model_is_logged_once(scene: Scene, caplog: pytest.LogCap
         for model in ("planner", "coder", "planner", "policy"):
             create(scene, model)
     assert [record.args for record in caplog.records if "the model" in record.message] == [("planner",), ("coder",)]
+
+
+LIMITED: dict[str, dict[str, Any]] = {
+    "chat": {"messages": USER, "max_completion_tokens": 0},
+    "completions": {"prompt": "7", "max_tokens": 0},
+    "responses": {"input": "7", "max_output_tokens": 0},
+    "messages": {"messages": USER, "max_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("wire", FORMS)
+def test_rules_hold_in_each_form(scene: Scene, wire: str) -> None:
+    limited = LIMITED[wire]
+    free = {key: value for key, value in limited.items() if not key.startswith("max_")}
+    free |= {"max_tokens": 4} if wire == "messages" else {}
+    for body, headers in (
+        ({"model": "policy", **limited}, {}),
+        ({"model": "policy", **free}, NOT_TRAINED),
+        ({"model": "judge", **free}, {}),
+        ({"model": "policy", **free}, {}),
+    ):
+        url, key = f"{scene.server.base_url}{FORMS[wire].path}", {"authorization": f"Bearer {scene.key()}"}
+        answered = httpx2.post(url, json=body, headers=key | headers, timeout=DEADLINE_S).json()
+        assert answered["model"] == body["model"]

@@ -12,7 +12,7 @@ from rrl.core.types import Version
 from rrl.roles.models.hf_tokenizer import FolderTokenizer
 from rrl.roles.models.policy import build_model
 from rrl.roles.rollout.engine import Sampling
-from rrl.roles.rollout.masks import Masks
+from rrl.roles.rollout.foreign_sampling import Masks
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.roles.trajectories.types import Sampling as Overrides

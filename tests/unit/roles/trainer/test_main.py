@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import weakref
@@ -602,3 +603,22 @@ def test_rollout_stops_work_on_lost_trajectories(monkeypatch: pytest.MonkeyPatch
     later = {segment.trajectory for segments in worker.appends[1:] for segment in segments}
     assert later <= {19}, "the rollout has appended to a trajectory that the first answer named as lost"
     assert 19 in finished
+
+
+def test_memory_of_freed_tensors_goes_back_to_the_kernel_although_smaller_ones_lie_between_them() -> None:
+    program = """
+import sys
+from pathlib import Path
+from rrl.roles.trainer.main import give_back_freed_memory
+give_back_freed_memory()
+def kib(): return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
+first = b"x" * (16 << 20)
+del first  # from now on glibc by itself keeps freed blocks up to this size
+before = kib()
+blocks = [(b"x" * (8 << 20), b"x" * 100_000) for _ in range(32)]
+held = [small for _, small in blocks]
+del blocks
+print((kib() - before) >> 10)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 32, "MiB of 256 are still there"

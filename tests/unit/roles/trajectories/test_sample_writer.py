@@ -15,7 +15,7 @@ import pytest
 
 from rrl.core.run_spec import RunSpec, SamplesSpec, TrainerSettings
 from rrl.core.sample_texts import DecodedSample, decoded
-from rrl.core.samples_file import StepSamples, files_in, kept_steps, read_steps
+from rrl.core.samples_file import StepSamples, files_in, read_steps
 from rrl.roles.trajectories.sample_writer import SampleWriter
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Done, Score, Scoring
@@ -75,12 +75,17 @@ def trained(store: Store, number: int, rewards: list[float] | None = None, part:
 
 
 def step(root: Path, number: int) -> StepSamples:
-    [found] = read_steps(root / "samples", lambda _: [number])
+    _, [found] = read_steps(root / "samples", lambda _: [number])
     return found
 
 
 def shown(root: Path, number: int) -> list[DecodedSample]:
     return decoded(step(root, number), None)
+
+
+def kept_in(root: Path) -> list[int]:
+    """Return the steps that have samples."""
+    return read_steps(root / "samples", lambda _: [])[0]
 
 
 def test_samples_of_a_committed_step_have_all_that_people_ask_for(tmp_path: Path) -> None:
@@ -166,9 +171,9 @@ def test_steps_of_one_commit_all_have_samples(tmp_path: Path) -> None:
         generate(store, at_most=BATCH * GROUP)
         scored(store, [1.0] * BATCH * GROUP)
         batches.append(bind(store, number))
-    assert kept_steps(tmp_path / "samples") == [], "samples of a step that is not committed"
+    assert kept_in(tmp_path) == [], "samples of a step that is not committed"
     commit(store, batches[-1], earlier=batches[:-1])
-    assert kept_steps(tmp_path / "samples") == [1, 2, 3, 4]
+    assert kept_in(tmp_path) == [1, 2, 3, 4]
 
 
 # ── deaths and full disks ────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,13 +190,13 @@ def test_a_store_that_dies_between_a_commit_and_its_samples_is_made_up_for(
         patch.setattr(SampleWriter, "_append", die)
         with pytest.raises(Died):
             trained(store, 2)
-    assert kept_steps(tmp_path / "samples") == [1]
+    assert kept_in(tmp_path) == [1]
     store.close()
     store = opened(tmp_path)
     store.flush()
-    assert kept_steps(tmp_path / "samples") == [1, 2]
+    assert kept_in(tmp_path) == [1, 2]
     trained(store, 3)
-    assert kept_steps(tmp_path / "samples") == [1, 2, 3]
+    assert kept_in(tmp_path) == [1, 2, 3]
     assert len(shown(tmp_path, 2)) == BATCH * GROUP
 
 
@@ -209,7 +214,7 @@ def test_a_kill_at_any_call_leaves_readable_samples_and_costs_none(
     count = 0
     for moment, _, folder in disk.crash_folders(tmp_path / "crashed", lambda start, end: range(start, end, 29)):
         now = [one for one in moment.now if one != "thinned"]
-        found = read_steps(folder, lambda steps: steps)
+        _, found = read_steps(folder, lambda steps: steps)
         assert all(len(one.samples) == BATCH * GROUP for one in found)
         if folder_is_a_kill(folder, moment.now) and now:
             assert [one.step for one in found][: moment.note - 1] == list(range(1, moment.note))
@@ -236,8 +241,8 @@ def test_a_full_disk_costs_samples_only_and_is_logged_once(
         trained(store, 3)
         disk.full = False
         trained(store, 4)
-    assert kept_steps(tmp_path / "samples") == [1, 4]
-    assert len(read_steps(tmp_path / "samples", lambda steps: steps)) == 2
+    assert kept_in(tmp_path) == [1, 4]
+    assert len(read_steps(tmp_path / "samples", lambda steps: steps)[1]) == 2
     [record] = [one for one in caplog.records if "samples" in one.getMessage()]
     assert os.strerror(errno.ENOSPC) in record.getMessage()
 
@@ -251,7 +256,7 @@ def test_an_error_that_nobody_foresaw_costs_samples_only(
         trained(store, 1)
         trained(store, 2)
     trained(store, 3)
-    assert kept_steps(tmp_path / "samples") == [3]
+    assert kept_in(tmp_path) == [3]
     assert [one.getMessage() for one in caplog.records if "samples" in one.getMessage()] == [
         "samples of steps are not kept: integer division or modulo by zero; the run goes on"
     ]
@@ -267,7 +272,7 @@ def test_old_steps_are_thinned_out_evenly_below_the_limit(tmp_path: Path) -> Non
         if number % 50 == 0:
             store.close()
             store = opened(tmp_path, spec(limit=16_000))
-    kept = kept_steps(tmp_path / "samples")
+    kept = kept_in(tmp_path)
     assert max(sizes) <= 16_000
     assert size > 8_000
     assert kept[-1] == 160
@@ -281,5 +286,5 @@ def test_a_step_larger_than_the_limit_is_not_kept_and_the_others_are(tmp_path: P
     trained(store, 1)
     trained(store, 2, part="x" * 1500)
     trained(store, 3)
-    assert kept_steps(tmp_path / "samples") == [1, 3]
+    assert kept_in(tmp_path) == [1, 3]
     assert {one.stride for one in files_in(tmp_path / "samples")} == {1}

@@ -31,6 +31,7 @@ from rrl.tests.support.roles.trajectories.agents import (
     turns_of,
 )
 from rrl.tests.support.roles.trajectories.crew import (
+    MAX_NEW,
     OTHER,
     REWARD,
     ROLLOUT,
@@ -83,18 +84,26 @@ def replaced(store: Store, *new: Incarnation) -> None:
 
 
 def play(
-    store: Store, item: EpisodeItem, step: int, reward: float | None = 1.0, who: Incarnation = AGENTS, trainer: int = 1
+    store: Store,
+    item: EpisodeItem,
+    step: int,
+    reward: float | None = 1.0,
+    who: Incarnation = AGENTS,
+    trainer: int = 1,
+    tokens: tuple[int, ...] = (5, 1),
 ) -> None:
-    """Make a turn of two tokens with the weights of a step, and finish the episode."""
+    """Make a turn with the weights of a step, and finish the episode."""
     number = ask(store, item, who=who)
-    sample(store, number, step, trainer)
+    sample(store, number, step, trainer, tokens=tokens)
     assert answer(store, FinishEpisode(who, item.episode, item.attempt, reward)) == Done()
     store.flush()
 
 
-def sample(store: Store, number: int, step: int, trainer: int = 1, who: Incarnation = ROLLOUT) -> object:
+def sample(
+    store: Store, number: int, step: int, trainer: int = 1, who: Incarnation = ROLLOUT, tokens: tuple[int, ...] = (5, 1)
+) -> object:
     lease(store, who, weights=step)
-    segment = Segment(number, 0, (5, 1), (-0.5, -0.5), Version(step, trainer))
+    segment = Segment(number, 0, tokens, (-0.5,) * len(tokens), Version(step, trainer))
     return store.append(who, [segment], [number])
 
 
@@ -129,14 +138,15 @@ def test_agents_get_evaluated_episodes_first_and_the_trainer_waits_for_them(own:
     assert own.part(TRAINER, 1) == NotReady()
     for place, item in enumerate(items):
         assert own.wait_reason(1) == f"the trainer waits for the evaluation of step 0: {place} of 6 episodes are scored"
-        play(own, item, 0, place / 4, OTHER_AGENTS)
+        play(own, item, 0, place / 4, OTHER_AGENTS, tokens=(5, 1) if place else (5,) * MAX_NEW)
     assert own.evaluations.results[0].metrics == {
         "count": 6.0,
         "reward": 15 / 24,
         "pass@1": 1 / 3,
         "avg@2": 15 / 24,
         "pass@2": 1 / 3,
-        "completion_len": 2.0,
+        "completion_len": pytest.approx((5 * 2 + MAX_NEW) / 6),
+        "truncated": pytest.approx(1 / 6),
     }
     for item in episodes(own, 3):
         play(own, item, 0)
@@ -313,7 +323,8 @@ def test_agents_outside_get_evaluated_episodes_only_on_request_and_the_trainer_n
         train(outside, number)
         if number == 1:
             play(outside, item, 1, 0.5, NEXT_ENDPOINT)
-    assert outside.evaluations.results[2].metrics == {"count": 1.0, "reward": 0.5, "pass@1": 0.0, "completion_len": 2.0}
+    figures = {"count": 1.0, "reward": 0.5, "pass@1": 0.0, "completion_len": 2.0, "truncated": 0.0}
+    assert outside.evaluations.results[2].metrics == figures
 
 
 def test_result_of_a_step_has_what_was_finished_since_the_last_one(outside: Store) -> None:

@@ -244,6 +244,7 @@ def test_evaluated_episode_reports_the_mean_and_each_name(tmp_path: Path, restar
         {},
         {PLANNER: math.nan},
         {PLANNER: math.inf, CODER: 1.0},
+        {PLANNER: 1e200, CODER: 1.0},
         {"a\nb": 1.0, "*": 1.0},
         {"n" * 201: 1.0, "*": 1.0},
         {f"name {place}": 1.0 for place in range(65)} | {"*": 1.0},

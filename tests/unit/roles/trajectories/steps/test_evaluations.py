@@ -242,11 +242,12 @@ def test_result_counts_once_its_step_is_committed(tmp_path: Path) -> None:
     assert isinstance(store.part(NEXT, 3), PartBound)
 
 
-def test_result_has_the_share_of_right_answers_and_their_mean_length(store: Store) -> None:
+def test_result_has_the_shares_of_right_and_of_cut_answers_and_their_mean_length(tmp_path: Path) -> None:
+    store = open_store(tmp_path, end_tokens=(1,))
     publish(store, 0)
     items = lease(store, weights=0)
-    lengths = [1, 2, 3, 4, 1, 1]
-    segments = [tokens(item, 0, given=(5,) * length) for item, length in zip(items, lengths, strict=True)]
+    answers = [(5,), (5, 5, 5, 5), (5, 5, 1), (5, 5, 5, 1), (5,), (5, 5, 5, 5)]
+    segments = [tokens(item, 0, given=answer) for item, answer in zip(items, answers, strict=True)]
     assert store.append(ROLLOUT, segments, [item.trajectory for item in items]) == Done()
     rewards = [1.0, 0.0, 0.5, 0.0, 1.0]
     scores = [Score(item.trajectory, reward, 7.0) for item, reward in zip(items, rewards, strict=False)]
@@ -258,7 +259,8 @@ def test_result_has_the_share_of_right_answers_and_their_mean_length(store: Stor
         "pass@1": pytest.approx((0.5 + 0 + 1) / 3),
         "avg@2": pytest.approx((1.0 + 0.0 + 0.5 + 0.0) / 4),
         "pass@2": 0.5,
-        "completion_len": 2.2,
+        "completion_len": 2.6,
+        "truncated": 1 / 5,
     }
 
 
