@@ -138,7 +138,8 @@ async def _pieces(client: openai.AsyncOpenAI, messages: list[Any], form: str, st
             async for event in events:
                 if event.type == "response.output_text.delta":
                     yield event.delta
-            await events.get_final_response()
+                ended = event.type in ("response.completed", "response.incomplete")  # the client raises for the latter
+        assert ended, "the stream has ended without its last event"
     elif form == "responses":
         yield (await client.responses.create(model=MODEL, input=messages)).output_text
     else:

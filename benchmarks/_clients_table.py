@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.tests.support.clients.house import ROOMS
+from rrl.tests.support.clients.house import FLOORS
 from rrl.tests.support.clients.native import BINARIES, look_command
 
 FOLDER = Path(__file__).parents[1] / "tests" / "support" / "clients"
@@ -46,9 +46,9 @@ def call(tool: str, **arguments: object) -> str:
     return f"{REASONING}<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
-def walk(last: str, tool: str = "look", key: str = "room", command: Callable[[str], str] = str) -> tuple[str, ...]:
-    """Return the six answers of an episode: a call for each room, and then ``last``."""
-    return (*(call(tool, **{key: command(room)}) for room in ROOMS), last)
+def walk(last: str, tool: str = "look", key: str = "floor", command: Callable[[str], str] = str) -> tuple[str, ...]:
+    """Return the six answers of an episode: a call for each floor, and then ``last``."""
+    return (*(call(tool, **{key: command(floor)}) for floor in FLOORS), last)
 
 
 def _script(package: str, form: str, file: str, *modes: str, answers: Sequence[str], **more: bool) -> Client:

@@ -11,7 +11,7 @@ from rrl.tests.support.clients.house import LOOK, MODEL, SYSTEM, TASK, look, rep
 
 CLIENT = anthropic.Anthropic()
 BROKEN = anthropic.APIConnectionError, httpx2.TransportError
-TOOLS = [{"name": "look", "description": "Look into a room.", "input_schema": LOOK}]
+TOOLS = [{"name": "look", "description": "Look into a floor.", "input_schema": LOOK}]
 mode = sys.argv[1]
 messages = [{"role": "user", "content": TASK}]
 given = {"model": MODEL, "system": SYSTEM, "messages": messages, "tools": TOOLS}

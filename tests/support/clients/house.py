@@ -1,4 +1,4 @@
-"""The episode that every client plays: a house with five rooms, a tool that looks into one, and a report."""
+"""The episode that every client plays: a house with five floors, a tool that looks into one, and a report."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-ROOMS = tuple(f"room {number}" for number in range(1, 6))
-TASK = "Look into room 1 to room 5, one after the other, and then report how many chairs there are."
+FLOORS = tuple(f"floor {number}" for number in range(1, 6))
+TASK = "Look into floor 1 to floor 5, one after the other, and then report how many chairs there are."
 MODEL = os.environ.get("HOUSE_MODEL", "policy")
 SYSTEM = "You walk through a house."
 REPORT = "There are 60 chairs."
 LOOK: dict[str, Any] = {
     "type": "object",
-    "properties": {"room": {"type": "string"}},
-    "required": ["room"],
+    "properties": {"floor": {"type": "string"}},
+    "required": ["floor"],
     "additionalProperties": False,
 }
 """JSON schema of the arguments of :func:`look`."""
 looked: list[str] = []
 
 
-def look(room: str) -> str:
-    """Look into a room.
+def look(floor: str) -> str:
+    """Look into a floor.
 
     Args:
-        room: The name of the room.
+        floor: The name of the floor.
     """
-    looked.append(room)
-    return f"{room} has 12 chairs."
+    looked.append(floor)
+    return f"{floor} has 12 chairs."
 
 
 def report(answer: str) -> None:
-    """Print the reward of the episode: 1 if each room was looked into once, in order, and the report is right."""
+    """Print the reward of the episode: 1 if each floor was looked into once, in order, and the report is right."""
     print(f"{looked} {answer!r}", file=sys.stderr)
-    print(float(tuple(looked) == ROOMS and "60" in answer))
+    print(float(tuple(looked) == FLOORS and "60" in answer))
 
 
 def until_whole(call: Callable[[], Any], *broken: type[Exception]) -> Any:

@@ -1,4 +1,4 @@
-"""Codex or Claude Code, which look into the rooms with their shell: ``native.py codex|claude [option ...]``.
+"""Codex or Claude Code, which look into the floors with their shell: ``native.py codex|claude [option ...]``.
 
 Both work in the folder ``work`` of the current folder, and have their home beside it. Codex finds the endpoint in
 ``CODEX_HOME``, Claude Code in the environment.
@@ -21,9 +21,9 @@ ARGUMENTS = {
 LOG = "looked.txt"
 
 
-def look_command(room: str) -> str:
-    """Return the command by which the model looks into a room."""
-    return f"echo '{room}' >> {LOG}; echo '{room} has 12 chairs.'"
+def look_command(floor: str) -> str:
+    """Return the command by which the model looks into a floor."""
+    return f"echo '{floor}' >> {LOG}; echo '{floor} has 12 chairs.'"
 
 
 def main() -> None:

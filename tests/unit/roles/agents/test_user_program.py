@@ -65,11 +65,11 @@ def test_codex_gets_a_folder_with_the_address_that_is_new_in_each_attempt_and_go
     source = (
         "import os, pathlib, shutil\nhome = pathlib.Path(os.environ['CODEX_HOME'])\n"
         "assert os.listdir(home) == ['config.toml'] and home.stat().st_mode & 0o77 == 0\n"
-        "shutil.copy(home / 'config.toml', 'seen.toml')\nprint(1)"
+        "shutil.copy(home / 'config.toml', 'copied.toml')\nprint(1)"
     )
     assert run(tmp_path, source) == 1.0
-    seen = tomllib.loads((tmp_path / "seen.toml").read_text())
-    provider = seen["model_providers"][seen["model_provider"]]
+    settings = tomllib.loads((tmp_path / "settings.toml").read_text())
+    provider = settings["model_providers"][settings["model_provider"]]
     assert (provider["base_url"], provider["wire_api"]) == ("http://b/v1", "responses")
     assert not home.exists()
 
