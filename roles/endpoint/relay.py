@@ -293,7 +293,7 @@ class Relay:
         if opening.done() and opening.result().status_code != 200:
             answer = await self._fetch(call, take, opening.result())
             return Response(answer.content, answer.status, answer.headers)
-        return StreamingResponse(_with_signs_of_life(call, self._events(call, opening, take)), media_type=_EVENT_STREAM)
+        return StreamingResponse(_kept_alive(call, self._events(call, opening, take)), media_type=_EVENT_STREAM)
 
     async def _events(self, call: _Call, opening: asyncio.Future[httpx2.Response], take: Take) -> AsyncGenerator[bytes]:
         """Yield the events of a stream up to its end, even if several replicas send parts of it.
@@ -394,7 +394,7 @@ class Relay:
 
 
 # ── streams ────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def _with_signs_of_life(call: _Call, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _kept_alive(call: _Call, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     """Yield events and, whenever there was no event for :data:`KEEP_ALIVE_S`, that the stream is alive."""
     async with aclosing(events):
         while True:

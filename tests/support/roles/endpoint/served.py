@@ -34,6 +34,13 @@ MAX_LENGTH = 24
 DEADLINE_S = 30.0
 """Seconds after which a wait fails. Only a broken build takes so long."""
 USER: list[Any] = [{"role": "user", "content": "7"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": USER},
+    "completions": {"prompt": "7"},
+    "responses": {"input": "7"},
+    "messages": {"messages": USER, "max_tokens": 4},
+}
+"""For each form, what its body has besides model and stream."""
 
 
 class Scene:

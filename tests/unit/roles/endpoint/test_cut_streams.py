@@ -13,15 +13,7 @@ from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.models.tokenizer import EOS
 from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.roles.endpoint.cut_streams import CutStreams
-from rrl.tests.support.roles.endpoint.served import CHAT, DEADLINE_S, USER, Scene
-
-BODIES: dict[str, dict[str, Any]] = {
-    "chat": {"messages": USER},
-    "completions": {"prompt": "7"},
-    "responses": {"input": "7"},
-    "messages": {"messages": USER, "max_tokens": 4},
-}
-"""For each form, what its body has besides model and stream."""
+from rrl.tests.support.roles.endpoint.served import BODIES, CHAT, DEADLINE_S, Scene
 
 
 @pytest.fixture

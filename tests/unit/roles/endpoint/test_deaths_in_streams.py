@@ -17,10 +17,10 @@ from rrl.tests.support.cli.agent_runs import endpoint_job
 from rrl.tests.support.cli.story import Story
 from rrl.tests.support.listening_manager import eventually
 from rrl.tests.support.roles.endpoint.endpoint_process import MAX_NEW, EndpointProcess
+from rrl.tests.support.roles.endpoint.outside_site import DEADLINE_S, DIGITS, Site
+from rrl.tests.support.roles.endpoint.served import BODIES
 from rrl.tests.support.roles.trajectories.crew import ALL, ROLLOUT
 from rrl.tests.support.roles.trajectories.store_process import StoreProcess, open_clients
-from rrl.tests.unit.roles.endpoint.test_cut_streams import BODIES
-from rrl.tests.unit.roles.endpoint.test_relay_processes import DEADLINE_S, DIGITS, Site
 
 
 class Streamed:

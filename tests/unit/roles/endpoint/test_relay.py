@@ -310,7 +310,7 @@ def test_error_that_comes_after_the_relay_has_begun_its_stream_is_an_event_of_th
 
 
 @pytest.mark.parametrize("wire", ["responses", "messages"])
-def test_waiting_stream_repeats_the_sign_of_life_of_its_form(scene: Scene, wire: str) -> None:
+def test_waiting_stream_is_kept_alive_in_its_form(scene: Scene, wire: str) -> None:
     alive = {"responses": b"event: response.in_progress\ndata: {}", "messages": b"event: ping\ndata: {}"}[wire]
     begun = breaks(alive + b"\n\n: rrl 1 0:2\n\n", media_type="text/event-stream")
     last = FORMS[wire].last[0] + b"\ndata: {}\n\n"

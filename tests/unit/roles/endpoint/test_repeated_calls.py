@@ -237,7 +237,7 @@ def test_delivered_answer_is_not_given_again_by_the_next_endpoint(run: Run) -> N
     assert run.delivers("2") != turn
 
 
-def test_undelivered_answer_of_a_dead_endpoint_is_context_if_nobody_asks_for_it(run: Run) -> None:
+def test_undelivered_answer_of_a_dead_endpoint_is_context_if_nobody_requests_it(run: Run) -> None:
     stream = run.create(stream=True)
     (lost,) = run.wait_turns(1)
     run.restart(0)

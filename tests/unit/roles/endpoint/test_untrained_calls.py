@@ -42,7 +42,7 @@ def create(scene: Scene, model: str = "policy", **more: Any) -> Any:
         {"extra_headers": NOT_TRAINED},
     ],
 )
-def test_untrained_call_is_served_as_it_asks_and_its_turn_is_context(scene: Scene, asked: dict[str, Any]) -> None:
+def test_untrained_call_is_served_as_requested_and_its_turn_is_context(scene: Scene, asked: dict[str, Any]) -> None:
     reply = create(scene, **asked)
     assert (reply.choices[0].message.content, reply.model) == ("1", asked.get("model", "policy"))
     create(scene, **asked, temperature=0.0)
