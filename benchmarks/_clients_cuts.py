@@ -35,7 +35,8 @@ class Cut(Struct, frozen=True):
 
 def measure(client: Client, folder: Path, times: int) -> list[Cut]:
     """Play an episode without a cut, and then ``times`` episodes with a cut each."""
-    _, proxy = play(client, folder / "whole", None)
+    whole, proxy = play(client, folder / "whole", None)
+    assert whole.reward == 1.0, whole.error
     draw, of = random.Random(client.name), proxy.events
     cuts = []
     for number in range(times):

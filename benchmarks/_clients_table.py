@@ -78,7 +78,9 @@ CLIENTS: tuple[Client, ...] = (
     _script("pydantic-ai", "chat", "pydantic_agent.py", "openai-chat", "typed", answers=_PYDANTIC, constrained=True),
     _script("pydantic-ai", "responses", "pydantic_agent.py", "openai", "text", answers=TEXT),
     _script("pydantic-ai", "responses", "pydantic_agent.py", "openai", "typed", answers=_PYDANTIC, constrained=True),
-    _script("pydantic-ai", "messages", "pydantic_agent.py", "anthropic", "text", answers=TEXT, streams=True),
+    _script(
+        "pydantic-ai", "messages", "pydantic_agent.py", "anthropic", "text", answers=TEXT, streams=True, repeats=False
+    ),
     _script(
         "pydantic-ai",
         "messages",
@@ -87,11 +89,21 @@ CLIENTS: tuple[Client, ...] = (
         "typed",
         answers=_PYDANTIC,
         streams=True,
+        repeats=False,
         constrained=True,
     ),
     _script("langchain-openai", "chat", "langchain_agent.py", "chat", "plain", answers=TEXT),
     _script("langchain-openai", "responses", "langchain_agent.py", "responses", "plain", answers=TEXT),
-    _script("langchain-openai", "responses", "langchain_agent.py", "responses", "streamed", answers=TEXT, streams=True),
+    _script(
+        "langchain-openai",
+        "responses",
+        "langchain_agent.py",
+        "responses",
+        "streamed",
+        answers=TEXT,
+        streams=True,
+        repeats=False,
+    ),
     _script(
         "langchain-openai",
         "responses",
@@ -103,7 +115,14 @@ CLIENTS: tuple[Client, ...] = (
     ),
     _script("langchain-anthropic", "messages", "langchain_agent.py", "messages", "plain", answers=TEXT),
     _script(
-        "langchain-anthropic", "messages", "langchain_agent.py", "messages", "streamed", answers=TEXT, streams=True
+        "langchain-anthropic",
+        "messages",
+        "langchain_agent.py",
+        "messages",
+        "streamed",
+        answers=TEXT,
+        streams=True,
+        repeats=False,
     ),
     _script(
         "langchain-anthropic",

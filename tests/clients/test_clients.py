@@ -31,7 +31,7 @@ def test_client_finishes_an_episode_and_every_sampled_token_is_trained_once(clie
 
 @pytest.mark.parametrize("client", RESUMING)
 def test_call_whose_stream_breaks_is_answered_without_sampling_again(client: Client, tmp_path: Path) -> None:
-    played, proxy = play(client, tmp_path, cut_after=2)
+    played, proxy = play(client, tmp_path, cut_after=1)
     assert proxy.cut
     assert (played.reward, played.error) == (1.0, "")
     assert len({turn.request.split("/")[0] for turn in played.turns}) == len(played.turns)

@@ -68,7 +68,7 @@ def test_codex_gets_a_folder_with_the_address_that_is_new_in_each_attempt_and_go
         "shutil.copy(home / 'config.toml', 'copied.toml')\nprint(1)"
     )
     assert run(tmp_path, source) == 1.0
-    settings = tomllib.loads((tmp_path / "settings.toml").read_text())
+    settings = tomllib.loads((tmp_path / "copied.toml").read_text())
     provider = settings["model_providers"][settings["model_provider"]]
     assert (provider["base_url"], provider["wire_api"]) == ("http://b/v1", "responses")
     assert not home.exists()
