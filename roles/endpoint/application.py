@@ -36,6 +36,7 @@ from .calls.call import Call, Policy
 from .calls.errors import ApiError, wrong
 from .forms import FORMS
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
+from .http_server import ON_RESET
 from .key import EpisodeKey
 from .preparation_processes import PreparationProcesses
 from .replies import reply as replies
@@ -55,6 +56,8 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
+_MAX_TORN = 4096
+"""Maximum number of answers that are remembered because their connection was reset."""
 _MAX_NOTED = 500
 """Maximum number of names of models, keys and kinds of tools that are logged. Agents choose them."""
 MODEL = "policy"
@@ -147,6 +150,9 @@ class Endpoint:
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its bodies are read, and its turns opened. It makes equal calls at the
         same time get different turns, and bounds the memory that an episode takes to one body."""
+        self._torn: dict[tuple[int, str], None] = {}
+        """The newest requests, by episode, whose answer was written, but whose connection was reset afterwards: the
+        client may lack the end of the answer."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
@@ -205,7 +211,14 @@ class Endpoint:
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
             end = self._begin(key.episode, opened, reply)
 
+        def tear() -> None:
+            if reply.delivered:
+                self._torn |= {(key.episode, name): None for name in opened.requests}
+                while len(self._torn) > _MAX_TORN:
+                    del self._torn[next(iter(self._torn))]
+
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[ON_RESET] = tear
             try:
                 events = self._events(reply)
                 stream = StreamingResponse(events, media_type="text/event-stream") if call.stream else None
@@ -318,15 +331,16 @@ class Endpoint:
         """Return the number of the call that a request continues; None if it is a new call.
 
         ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the number that
-        the client names; without it, the newest call whose answers were not delivered, and for which no connection
-        waits. If there is none, a request that the client has repeated continues the newest call for which no
-        connection waits or, if a connection waits for each, the newest call.
+        the client names; without it, the newest call whose answers were not delivered, or were written to a connection
+        that was then reset, and for which no connection waits. If there is none, a request that the client has repeated
+        continues the newest call for which no connection waits or, if a connection waits for each, the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if repeated.number in numbers:
             return repeated.number
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
-        delivered = {_number(turn) for turn in earlier if turn.id not in undelivered}
+        torn = [turn.id for turn in earlier if (key.episode, turn.request) in self._torn]
+        delivered = {_number(turn) for turn in earlier if turn.id not in (*undelivered, *torn)}
         lost = [number for number in free if number not in delivered]
         return next(iter([*lost, *free, *numbers] if repeated.repeated else lost), None)
 
@@ -390,6 +404,8 @@ class Endpoint:
         """Count a call as waiting for tokens, until the returned function is called."""
         self.waiting += 1
         self._on_change()
+        for name in opened.requests:
+            self._torn.pop((episode, name), None)
         served = [self._served.setdefault((episode, name), _Served()) for name in opened.requests]
         for each in served:
             each.connections += 1

@@ -19,6 +19,9 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK = "127.0.0.1"
+ON_RESET = "rrl.on_reset"
+"""Key of a scope for a function, which is called if the connection is reset before the client has sent another request.
+A client that has read the whole answer closes its connection in an orderly way."""
 HEAD_TIMEOUT_S = 20.0
 """Seconds in which a new connection must send the head of its first request."""
 _MAX_CONNECTIONS = 8192
@@ -151,8 +154,12 @@ class _BoundedProtocol(H11Protocol):
         self._wait_for_head(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline for the head of the next request."""
+        """Cancel the deadline for the head of the next request, and say if the client may lack the newest answer."""
         self._head_arrived()
+        if exc is not None and self.scope is not None:
+            on_reset: Callable[[], None] | None = self.scope.get(ON_RESET)  # type: ignore[assignment]
+            if on_reset is not None:
+                on_reset()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:

@@ -75,6 +75,7 @@ class Reply:
             await changed.put(None)
 
         watching = asyncio.ensure_future(watch_all())
+        taking: asyncio.Future[Any] = watching
         try:
             if opened := self._writer.opened():
                 yield self._positioned(opened)
@@ -83,7 +84,6 @@ class Reply:
                 while not taking.done():
                     await asyncio.wait([taking, watching], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                     if watching.done() and watching.exception() is not None:
-                        taking.cancel()
                         watching.result()
                     if not taking.done() and (alive := self._writer.alive()):
                         yield self._positioned(alive)
@@ -93,6 +93,7 @@ class Reply:
                     yield self._positioned(events)
         finally:
             watching.cancel()
+            taking.cancel()
         yield self._writer.ended()
         self.delivered = True
 

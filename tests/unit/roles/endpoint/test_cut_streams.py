@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +32,12 @@ def wire(request: pytest.FixtureRequest) -> str:
 class Connection:
     """A connection on which a call is made, byte by byte."""
 
-    def __init__(self, scene: Scene, wire: str, *, stream: bool = True) -> None:
+    def __init__(self, scene: Scene, wire: str, *, stream: bool = True, kept: bool = False) -> None:
         host, _, port = scene.server.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
         body = json.dumps({"model": "any", "stream": stream, **BODIES[wire]})
         self._socket = socket.create_connection((host, int(port)), DEADLINE_S)
-        head = f"POST /v1{FORMS[wire].path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        head = f"POST /v1{FORMS[wire].path} HTTP/1.1\r\nhost: {host}\r\n"
+        head += "" if kept else "connection: close\r\n"
         self._socket.sendall(
             f"{head}authorization: Bearer {scene.key()}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
         )
@@ -57,6 +59,11 @@ class Connection:
         return self.received
 
     def close(self) -> None:
+        self._socket.close()
+
+    def reset(self) -> None:
+        """Close the connection as the kernel does for a client that has not read everything."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
 
@@ -114,6 +121,21 @@ def test_repeated_call_of_each_form_gets_the_same_turn_and_ids_as_stream_and_as_
     wait_until(lambda: len(scene.opened) == 2)  # the first answer was delivered
     streamed.close()
     assert f"{turn.id:x}" in answered["id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_whose_connection_is_reset_after_its_end_goes_once_to_an_equal_call(
+    scene: Scene, wire: str, stream: bool
+) -> None:
+    """A proxy or network may lose the end that the endpoint has written."""
+    scene.answers("12")
+    cut = Connection(scene, wire, stream=stream, kept=True)
+    wait_until(lambda: scene.endpoint.answered == 1 and not scene.endpoint.waiting)
+    cut.reset()
+    assert b'12"' in Connection(scene, wire, stream=False).read_to_end()
+    assert len(scene.opened) == 1
+    Connection(scene, wire).read_to_end()
+    assert len(scene.opened) == 2, "the second answer was read to its end"
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 4])
