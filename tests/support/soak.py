@@ -1,7 +1,8 @@
 """``make soak``: injects hundreds of random faults into runs, and checks every invariant that journal and store show.
 
 The first runs have light workers on the local cluster: manager, steps, agents, store, reward and weight transport are
-real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The next run has torch
+real, and there is no model. One of them has an elastic pool whose nodes are preempted at random. The next run has
+agents that make streamed calls in all forms, in which no call may fail. The next run has torch
 roles on the local cluster, and its trainer lends its nodes: this program kills and stops members of the trainer,
 guests, the store and the manager at random, while tests/support/fake_gpu.py checks that never two processes have
 tensors resident on a node; at the end, weights and moments must be those of a training that was never interrupted. The
@@ -55,10 +56,20 @@ from rrl.roles.trajectories.durable.audit import Audit, audit
 from rrl.roles.trajectories.durable.log import read_frames
 from rrl.roles.trajectories.durable.records import decode
 from rrl.tests.support import fake_gpu
+from rrl.tests.support.agents_example import submit_agents_example
 from rrl.tests.support.cli.explained import assert_explained
 from rrl.tests.support.lending import LendingRun
 from rrl.tests.support.queue_cluster import Queue, submit_to
-from rrl.tests.support.runs import QUICKSTART, TIMEOUT_S, TestRun, light_job, processes_of, submit_here, submit_on
+from rrl.tests.support.runs import (
+    QUICKSTART,
+    TIMEOUT_S,
+    WITHOUT_MODEL,
+    TestRun,
+    light_job,
+    processes_of,
+    submit_here,
+    submit_on,
+)
 from rrl.tests.support.slurm.lab import COMPLETING_TIMEOUT_S, SlurmLab
 from rrl.tests.support.supervisor import exit_on_sigterm
 
@@ -66,6 +77,7 @@ LIGHT_FAULTS = 210
 LIGHT_RUNS = 4
 ELASTIC_RUN = 1
 """Number of the run with an elastic pool."""
+AGENTS_FAULTS = 60
 LENDING_FAULTS = 200
 TORCH_FAULTS = 22
 TORCH_NODES = 5
@@ -116,6 +128,84 @@ target = "rollout"
 every = "60s"
 seconds = "10s"
 """
+AGENTS = """
+[recovery]
+window = "60s"
+per_replica = 30
+per_node = 10
+backoff = "100ms"
+exclusion = "20s"
+breaker = 0.5
+[faults]
+seed = 5
+[[faults.random]]
+kinds = ["kill", "exit", "kill_step"]
+every = "4s"
+[[faults.random]]
+kinds = ["freeze"]
+every = "20s"
+seconds = "6s"
+[[faults.random]]
+kinds = ["kill"]
+target = "agents"
+every = "20s"
+[[faults.random]]
+kinds = ["kill"]
+target = "manager"
+every = "40s"
+"""
+STREAMING = """
+import itertools, json, httpx2, openai
+from guess_task import CLIENT, GUESSES, Digits
+
+FORMS = itertools.count()
+HTTP = httpx2.AsyncClient(timeout=600)
+
+async def chat(client, messages):
+    stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+    parts = [event async for event in stream]
+    assert parts[-1].choices[0].finish_reason, parts
+    return "".join(part.choices[0].delta.content or "" for part in parts)
+
+async def responses(client, messages):
+    events = [event async for event in await client.responses.create(model="policy", input=messages, stream=True)]
+    assert events[-1].type in ("response.completed", "response.incomplete"), events
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+async def anthropic(client, messages):
+    body = {"model": "policy", "max_tokens": 2, "messages": messages, "stream": True}
+    text, ended = "", False
+    url, headers = f"{client.base_url}messages", {"x-api-key": client.api_key}
+    async with HTTP.stream("POST", url, json=body, headers=headers) as reply:
+        if reply.status_code == 403:
+            raise openai.PermissionDeniedError("over", response=reply, body=None)
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            event = json.loads(line[6:]) if line.startswith("data: ") else {}
+            text += event.get("delta", {}).get("text", "")
+            ended |= event.get("type") == "message_stop"
+    assert ended, "the stream has no end"
+    return text
+
+async def run(item, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key, max_retries=0)
+    ask, messages = (chat, responses, anthropic)[next(FORMS) % 3], [{"role": "user", "content": "?"}]
+    try:
+        for guess in range(GUESSES):
+            answer = await ask(client, messages)
+            if answer == item:
+                return 1.0 - 0.1 * guess
+            hint = "<" if answer.isdigit() and item < answer else ">"
+            messages += [{"role": "assistant", "content": answer or "?"}, {"role": "user", "content": hint}]
+        return 0.0
+    except openai.PermissionDeniedError:
+        raise
+    except Exception as error:
+        with open("errors.txt", "a") as file:
+            file.write(f"{ask.__name__}: {error!r}\\n")
+        raise
+"""
+"""An agent of the task of examples/agents.toml whose episodes take turns in the forms of their calls."""
 ELASTIC = """
 [rollouts.burst]
 replicas = { min = 0, max = 3 }
@@ -407,6 +497,25 @@ def _began(state: State) -> bool:
     return state.step >= 1
 
 
+def agents(faults: int, tally: Tally) -> None:
+    """Inject faults into a run whose agents make streamed calls in all forms."""
+    folder, before = Path(tempfile.mkdtemp(prefix="rrl-soak-")), tally.problems
+    (folder / "streaming_task.py").write_text(STREAMING)
+    own = ('function = "guess_task:run"', 'function = "streaming_task:run"')
+    run = submit_agents_example(
+        folder, STEPS, 1, own, *WITHOUT_MODEL, ('silence = "5s"', f'silence = "5s"\nfirst_pass = "2s"{AGENTS}')
+    )
+    restarter = ManagerRestarter(run)
+    _begin(run)
+    run_faults(run, faults, tally, restarter)
+    if (errors := folder / "errors.txt").exists():
+        tally.violate(f"{run.run.id}: calls of agents failed: {errors.read_text()[:2000]}")
+    if drift := run.summary().get("token_drift"):
+        tally.violate(f"{run.run.id}: {drift} trained tokens differ from what was sampled")
+    if tally.problems == before:
+        shutil.rmtree(folder)
+
+
 def lending(faults: int, tally: Tally) -> None:
     """Kill and stop members of the trainer, guests, the store and the manager of a run that lends."""
     folder, before, rng = Path(tempfile.mkdtemp(prefix="rrl-soak-")), tally.problems, random.Random(faults)
@@ -492,6 +601,7 @@ def torch(faults: int, tally: Tally) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="number of faults on light workers")
+    parser.add_argument("--agents", type=int, default=AGENTS_FAULTS, help="number of faults on a run with agents")
     parser.add_argument("--lending", type=int, default=LENDING_FAULTS, help="number of faults on a run that lends")
     parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="number of faults on torch roles under Slurm")
     options = parser.parse_args()
@@ -500,6 +610,8 @@ def main() -> int:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     if options.light:
         light(options.light, LIGHT_RUNS, tally)
+    if options.agents:
+        agents(options.agents, tally)
     if options.lending:
         lending(options.lending, tally)
     if options.torch:
