@@ -71,7 +71,9 @@ class FakeTurns:
                 if self._episode_of[turn.id] == episode and turn.attempt == attempt and turn.id not in holding
             )
             self.holding = tuple(holding)
-            lost = tuple(turn for turn in self._lost if self.turns[turn].request.startswith(f"{call}/"))
+            lost = tuple(
+                turn for turn in self._lost if (known := self.turns.get(turn)) and known.request.startswith(f"{call}/")
+            )
             return EpisodeTurns(attempt, turns, tuple(self.recorded), lost)
 
     async def open_turn(
