@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rrl.core.types import Incarnation, ProbeResult, ReplicaId
+from rrl.roles.endpoint import http_server
 from rrl.roles.endpoint.http_server import EndpointServer
 from rrl.roles.worker.main_thread import ProbeResponder
 from rrl.transport.messages import Probe, ProbeReply
@@ -110,3 +112,20 @@ def test_probe_is_not_answered_while_the_rest_of_the_process_is_not_ready() -> N
     ready.set()
     assert me.replied.wait(TIMEOUT_S)
     server.stop()
+
+
+def test_small_writes_do_not_wait_for_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[int] = []
+
+    def connection_made(self: http_server._BoundedProtocol, transport: asyncio.Transport) -> None:
+        options.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    made = http_server._BoundedProtocol.connection_made
+    monkeypatch.setattr(http_server._BoundedProtocol, "connection_made", connection_made)
+    server = EndpointServer(Starlette())
+    server.start()
+    with pytest.raises(openai.NotFoundError):
+        openai.OpenAI(base_url=server.base_url, api_key="any").models.list()
+    server.stop()
+    assert options == [1]
