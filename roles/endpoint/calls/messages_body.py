@@ -72,7 +72,7 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
     at = "output_config.format" if older is None else "output_format"
     schema = answer_schema(config.get("format", older), at, refused=refused)
     choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
-    asked = {key: given.pop(key) for key in ACCEPTED if key in given}
+    asked = {key: given.pop(key) for key in (*ACCEPTED, "logit_bias") if key in given}
     sampling, overridden = foreign_sampling(asked, policy)
     return Call(
         wire="messages",

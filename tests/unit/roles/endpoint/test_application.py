@@ -306,6 +306,8 @@ def test_completions_take_text_or_tokens(scene: Scene) -> None:
     for wrong in ([["1"]], "", [10**6], ["1", "2"]):
         with pytest.raises(openai.BadRequestError):
             scene.client().completions.create(model="any", prompt=wrong)
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        scene.client().completions.create(model="any", prompt="7<", extra_body={"logprobs": False})
 
 
 def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(scene: Scene) -> None:

@@ -178,6 +178,7 @@ def test_constraints_and_foreign_sampling_are_those_of_all_forms() -> None:
         ({"tools": [TOOL] * 2049}, "tools", "too many"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "offers no tools"),
         ({"temperature": 0.5}, "temperature", "remove the key"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "remove the key"),
         ({"max_tokens": -1}, "max_tokens", "whole number"),
         ({"output_config": 1}, "output_config", "object"),
         ({"output_format": {"type": "xml"}}, "output_format", "json_schema"),
