@@ -246,7 +246,7 @@ def test_ids_that_a_client_made_up_do_not_divide_or_join_answers() -> None:
         ([("a", "b"), ("", "a__b")], "tools[1].name"),
     ],
 )
-def test_tools_whose_calls_could_not_be_told_apart_are_refused(tools: list[tuple[str, str]], param: str) -> None:
+def test_tools_that_the_model_would_know_by_one_name_are_refused(tools: list[tuple[str, str]], param: str) -> None:
     flat = [
         {"type": "namespace", "name": space, "tools": [LOOK | {"name": name}]} if space else LOOK | {"name": name}
         for space, name in tools
