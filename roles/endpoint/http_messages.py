@@ -45,7 +45,7 @@ def bearer_key(request: Request, run: str, secret: bytes) -> EpisodeKey:
         ApiError: This run has not issued the key.
     """
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
-    if scheme != "Bearer":
+    if scheme.lower() != "bearer" or not text.strip():
         text = request.headers.get("x-api-key", "")
     key = decode_key(text.strip(), run, secret)
     if key is None:

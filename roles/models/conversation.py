@@ -15,6 +15,8 @@ ASSISTANT = "assistant"
 """Role of the messages that the model writes."""
 DEVELOPER, SYSTEM, USER = "developer", "system", "user"
 """Role of instructions in OpenAI's newer API, role of instructions in most chat templates, and role of requests."""
+MAX_ARGUMENTS_DEPTH = 112
+"""Maximum number of objects and lists inside each other in the arguments of a call. Deeper ones are shown as text."""
 
 
 class ToolCall(Struct, frozen=True):
@@ -191,3 +193,14 @@ def _arguments(call: ToolCall) -> Any:
 def ended(sampled: Sequence[int], tokenizer: Tokenizer) -> bool:
     """Return whether an answer ends with a stop token of the model."""
     return bool(sampled) and sampled[-1] in tokenizer.stop_tokens
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Return whether a value of JSON has more than ``most`` objects and lists inside each other."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [inside for each in level for inside in (each.values() if isinstance(each, dict) else each)]
+    return True

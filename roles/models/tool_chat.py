@@ -22,6 +22,7 @@ import msgspec
 from ...config.model_folder import TextTooLong
 from .conversation import (
     ASSISTANT,
+    MAX_ARGUMENTS_DEPTH,
     AnswerContent,
     Message,
     SystemPlaces,
@@ -30,6 +31,7 @@ from .conversation import (
     ToolFormat,
     ToolsUnsupported,
     as_template_messages,
+    is_deeper,
 )
 from .system_messages import find_places, place_system
 from .template_chat import TemplateChat, template_places
@@ -239,6 +241,10 @@ def _usable(attempts: Sequence[Any]) -> tuple[tuple[str, str], ...] | None:
         attempt.name and isinstance(attempt.name, str) and isinstance(attempt.arguments, dict) for attempt in attempts
     ):
         return None
+    for attempt in attempts:
+        attempt.name.encode()  # half a character, which JSON can write, is an error, as in the arguments
+        if is_deeper(attempt.arguments, MAX_ARGUMENTS_DEPTH):
+            return None
     return tuple((attempt.name, msgspec.json.encode(attempt.arguments).decode()) for attempt in attempts)
 
 

@@ -6,13 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from ...models.conversation import Message
+from ...models.conversation import MAX_ARGUMENTS_DEPTH, Message, is_deeper
 from ...trajectories.types import Sampling
 from .errors import ApiError, wrong
 
@@ -27,6 +28,9 @@ _MAX_STOP_CHARS = 1000
 """Maximum number of characters of a stop text."""
 _MAX_MODEL_CHARS = 1000
 """Maximum number of characters of a model's name. It is limited, because every event of a stream contains it."""
+_MAX_DEPTH = MAX_ARGUMENTS_DEPTH + 16
+"""Maximum number of objects and lists inside each other in a body, far from Python's limit. A client may send back all
+arguments that the model gave a tool."""
 _HASH_CHARS = 32
 """Hexadecimal digits of a hash (128 bits): two conversations of an episode never have the same hash by chance."""
 
@@ -166,9 +170,17 @@ def next_hash(before: str, message: Message) -> str:
 
 
 def canonical_json(text: str) -> str:
-    """Return JSON in a canonical form: equal objects give equal texts, however they were written."""
+    """Return JSON in a canonical form: equal objects give equal texts, however they were written.
+
+    The arguments of a custom tool that are not one text are themselves the text for the client, and come back as one.
+    """
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
+        value = json.loads(text)
+        match value:
+            case {"input": str(inside)} if len(value) == 1:
+                with suppress(ValueError):
+                    value = json.loads(inside)
+        return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         return text
 
@@ -181,9 +193,19 @@ def _hash(content: bytes) -> str:
 def as_table(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ApiError."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ApiError(400, "the body must be a JSON object") from None
+        given = msgspec.json.decode(body, type=dict[str, Any])
+    except RecursionError:
+        raise _too_deep() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body must be a JSON object, in UTF-8 and not compressed: {error}") from None
+    if is_deeper(given, _MAX_DEPTH):
+        raise _too_deep()
+    return given
+
+
+def _too_deep() -> ApiError:
+    problem = f"the body has more than {_MAX_DEPTH} objects and lists inside each other"
+    return ApiError(400, problem, code="invalid_value")
 
 
 def take_model(given: dict[str, Any]) -> str:

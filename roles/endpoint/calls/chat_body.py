@@ -77,7 +77,7 @@ def parse_completion(body: bytes, policy: Policy) -> Call:
     elif not isinstance(prompt, str) or not prompt:
         raise wrong("prompt", "must be one text, or one list of token ids")
     logprobs = given.pop("logprobs", None)
-    if logprobs not in (None, 0):
+    if isinstance(logprobs, bool) or logprobs not in (None, 0):
         raise wrong("logprobs", "only the sampled token's log-probability is known; write 0")
     call = Call(
         wire="completions",

@@ -110,9 +110,12 @@ def read_tool_choice(given: Any, offered: Collection[str], *, refused: bool) -> 
         if kind == "allowed_tools":
             table = table.get(kind, table)
             named, must_call = table["tools"], table["mode"] == "required"
+            if not named or table["mode"] not in ("auto", "required"):
+                raise KeyError
         names = tuple(tool.get(tool.get("type"), tool)["name"] for tool in named)  # chat has a table inside a table
     except (AttributeError, KeyError, TypeError):
-        raise wrong("tool_choice", "must give the `name` of each tool; allowed_tools has `mode` and `tools`") from None
+        problem = "must give the `name` of each tool; allowed_tools has `mode`, auto or required, and at least one tool"
+        raise wrong("tool_choice", problem) from None
     if not offered:
         raise wrong("tool_choice", "demands a call, but the request offers no tools")
     if unknown := [name for name in names if name not in offered]:

@@ -10,7 +10,7 @@ from ...models.conversation import ASSISTANT, SYSTEM, USER, Message, ToolCall
 from ...trajectories.episodes.turn_rules import ACCEPTED
 from .call import MAX_TOOLS, Call, Policy, as_table, identified, take_count, take_flag, take_model, take_stop
 from .constraint import Constraint, answer_schema, read_tool_choice
-from .errors import ApiError, unsupported, wrong
+from .errors import unsupported, wrong
 from .reasoning import unseal
 from .sampling import foreign_sampling
 
@@ -49,10 +49,7 @@ def parse_messages(body: bytes, policy: Policy) -> Call:
     Raises:
         ApiError: The request cannot be served.
     """
-    try:
-        return identified(_parse(as_table(body), policy))
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
+    return identified(_parse(as_table(body), policy))
 
 
 def _parse(given: dict[str, Any], policy: Policy) -> Call:
@@ -71,9 +68,11 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
     refused, config = policy.constraints == "refuse", given.pop("output_config", None) or {}
     if not isinstance(config, dict):
         raise wrong("output_config", "must be an object")
-    schema = answer_schema(config.get("format"), "output_config.format", refused=refused)
+    older = given.pop("output_format", None)  # its name before it was part of output_config
+    at = "output_config.format" if older is None else "output_format"
+    schema = answer_schema(config.get("format", older), at, refused=refused)
     choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
-    asked = {key: given.pop(key) for key in ACCEPTED if key in given}
+    asked = {key: given.pop(key) for key in (*ACCEPTED, "logit_bias") if key in given}
     sampling, overridden = foreign_sampling(asked, policy)
     return Call(
         wire="messages",
@@ -100,6 +99,8 @@ def _read_message(given: Any, where: str) -> list[Message]:
         if role in ("tool", "developer"):
             problem += "; a conversation with this role belongs to /v1/chat/completions"
         raise wrong(f"{where}.role", problem)
+    if given.get("tool_calls"):
+        raise wrong(f"{where}.tool_calls", "belongs to /v1/chat/completions; here a call is a block of the content")
     content = given.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     if role == "assistant":

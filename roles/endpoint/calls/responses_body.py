@@ -51,7 +51,7 @@ _IGNORED = frozenset(
     }
 )
 """Keys of the API that do not change the answer. Any other key without an effect is named in the log."""
-_TURN = re.compile(r"(?:rs|msg|fc|ctc|call)_([0-9a-f]{1,16})(?:_[0-9]+)?")
+_TURN = re.compile(r"(?:(?:rs|msg)_([0-9a-f]{1,16})|(?:fc|ctc|call)_([0-9a-f]{1,16})_[0-9]+)")
 """An id that the endpoint gave to an item of a turn's answer."""
 _TOOL_SHAPE = '{"type": "function", "name": "...", "description": "...", "parameters": {...}}'
 
@@ -84,6 +84,8 @@ class _Offered(Struct):
     """The names of those that the client calls in another way than the model."""
     others: list[str]
     """Kinds of the tools that the model is not offered."""
+    own: dict[str, ToolName]
+    """The tools by their names for the model."""
 
     def add(self, given: Any, where: str, namespace: str = "") -> None:
         """Add a list of tools. Raises ApiError."""
@@ -98,7 +100,9 @@ class _Offered(Struct):
                 continue
             if not isinstance(name := tool.get("name"), str) or not name:
                 raise wrong(f"{where}[{place}].name", f"must be a text: {_TOOL_SHAPE}")
-            if kind == "namespace" and not namespace:
+            if kind == "namespace":
+                if namespace:
+                    raise wrong(f"{where}[{place}]", "a namespace has functions and custom tools, and no namespace")
                 self.add(tool.get("tools"), f"{where}[{place}].tools", name)
             else:
                 self._add(tool, name, namespace, f"{where}[{place}]")
@@ -114,12 +118,15 @@ class _Offered(Struct):
                 about = f"{about}\n\nThe input follows this grammar ({form.get('syntax')}):\n{grammar}".lstrip()
         if not isinstance(about, str) or not (parameters is None or isinstance(parameters, dict)):
             raise wrong(where, f"must be {_TOOL_SHAPE}")
-        known = flat_name(namespace, name)
+        known, named = flat_name(namespace, name), ToolName(flat_name(namespace, name), name, namespace, custom)
+        if self.own.setdefault(known, named) != named:
+            problem = f"the model would know two tools as {known!r}, and its calls could not be told apart; rename one"
+            raise wrong(f"{where}.name", problem)
         function = {"name": known, "description": about or None, "parameters": parameters}
         shown = {key: value for key, value in function.items() if value is not None}
         self.tools.append({"type": "function", "function": shown})
         if namespace or custom:
-            self.names.append(ToolName(known, name, namespace, custom))
+            self.names.append(named)
 
 
 def parse_responses(body: bytes, policy: Policy) -> Call:
@@ -132,10 +139,7 @@ def parse_responses(body: bytes, policy: Policy) -> Call:
     Raises:
         ApiError: The request cannot be served.
     """
-    try:
-        return identified(_parse(as_table(body), policy))
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
+    return identified(_parse(as_table(body), policy))
 
 
 def _parse(given: dict[str, Any], policy: Policy) -> Call:
@@ -149,7 +153,7 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
         problem = "responses are not stored; send the whole conversation as input, with the items of each answer"
         raise ApiError(404, problem, code="previous_response_not_found", param="previous_response_id")
     refused = policy.constraints == "refuse"
-    text, offered = given.pop("text", None) or {}, _Offered([], [], [])
+    text, offered = given.pop("text", None) or {}, _Offered([], [], [], {})
     if not isinstance(text, dict):
         raise wrong("text", 'must be an object: {"format": {...}}')
     offered.add(given.pop("tools", None), "tools")
@@ -198,6 +202,8 @@ def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Of
             role, parts = item.get("role"), _texts(item.get("content"), f"{where}.content")
             if role not in _ROLES:
                 raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+            if item.get("tool_calls"):
+                raise wrong(f"{where}.tool_calls", "belongs to /v1/chat/completions; here each call is an item")
             if role != ASSISTANT:
                 several = parts if len(parts) > 1 else ()
                 made.append(Message(role, "\n".join(parts), parts=several))
@@ -232,10 +238,10 @@ def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Of
 def _answer_of(made: list[Message | _Answer], item: dict[str, Any], kind: str) -> _Answer:
     """Return the answer to which an item of an answer belongs, and begin it if it is another one than the newest."""
     ids = (item.get("id"), item.get("call_id"))
-    found = [match[1] for each in ids if isinstance(each, str) and (match := _TURN.fullmatch(each))]
+    found = [match[1] or match[2] for each in ids if isinstance(each, str) and (match := _TURN.fullmatch(each))]
     turn = found[0] if found else ""
-    newest = next((each for each in reversed(made) if isinstance(each, _Answer)), None)
-    if newest is not None:
+    newest = next((each for each in reversed(made) if isinstance(each, _Answer) or each.role != "tool"), None)
+    if isinstance(newest, _Answer):
         directly = newest is made[-1]
         if newest.turn == turn if newest.turn and turn else directly and newest.takes(kind):
             newest.turn = newest.turn or turn

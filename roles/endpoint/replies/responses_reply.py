@@ -206,8 +206,8 @@ def _text_part(text: str) -> dict[str, Any]:
 def _custom_input(arguments: str) -> str:
     """Return the input of a custom tool, which the model was offered as a function with one text."""
     try:
-        match json.loads(arguments):
-            case {"input": str(text)}:
+        match given := json.loads(arguments):
+            case {"input": str(text)} if len(given) == 1:  # anything else comes back only if it is sent as it is
                 return text
     except (ValueError, RecursionError):
         pass

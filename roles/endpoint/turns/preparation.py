@@ -125,11 +125,11 @@ class Preparation:
 
     def context(self, call: Call, chat: Chat, answered: Turn | None, left_out: int = 0) -> Context:
         """Return the context of the answers to a call (:func:`.turn_context.chat_context`). Raises ApiError."""
-        param = "prompt" if call.messages is None else "messages"
+        param = "prompt" if call.messages is None else "input" if call.wire == "responses" else "messages"
         try:
             if call.messages is not None:
                 context = chat_context(call, answered, chat)
-                self._check_shown(call.messages, chat, bool(call.tools))
+                self._check_shown(call.messages, chat, bool(call.tools), param, counts=call.wire == "chat")
             else:
                 prompt = chat.tokenizer.encode(call.prompt) if isinstance(call.prompt, str) else call.prompt
                 if any(token >= chat.tokenizer.size for token in prompt):
@@ -146,8 +146,10 @@ class Preparation:
             raise wrong(param, str(error)) from None
         return msgspec.structs.replace(context, offset=before + context.offset)
 
-    def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool) -> None:
+    def _check_shown(self, messages: Sequence[Message], chat: Chat, tools: bool, key: str, *, counts: bool) -> None:
         """Refuse a conversation if the chat template of the model's folder drops one of its messages.
+
+        The error names the ``key`` of the conversation and, if it ``counts`` messages as the body does, the place.
 
         A template decides by the role of a message and of its neighbours whether it shows the message, so each sequence
         of three roles is tried once. The content of an answer with tool calls may be dropped, as in vLLM.
@@ -163,7 +165,7 @@ class Preparation:
                 without = [*messages[:place], mark, *messages[place + 1 :]]
                 if chat.prompt(without) == chat.prompt(messages):
                     problem = f"the model's chat template drops this message of role {message.role!r}"
-                    raise wrong(f"messages[{place}]", f"{problem}; use another role, or another place")
+                    raise wrong(f"{key}[{place}]" if counts else key, f"{problem}; use another role, or another place")
         if len(self._shown) > _MAX_SEQUENCES:
             self._shown.clear()
         self._shown.update(sequences)

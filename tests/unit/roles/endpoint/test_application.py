@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import logging
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -281,6 +283,15 @@ def test_context_without_space_for_an_answer_is_refused_as_context_length_exceed
 
 
 # ── the rest of the API ──────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens", "completions"])
+def test_deep_bodies_are_refused_in_every_form(scene: Scene, path: str) -> None:
+    headers = {"authorization": f"bearer {scene.key()}"}  # the scheme has no case
+    for depth, key in itertools.product((200, 950, 970, 990, 5000), (b"seed", b"tool_choice", b"unknown", b"input")):
+        body = b'{"model": "any", "%s": %s%s}' % (key, b"[" * depth, b"]" * depth)
+        reply = httpx2.post(f"{scene.server.base_url}/{path}", content=body, headers=headers, timeout=DEADLINE_S)
+        assert (reply.status_code, "inside each other" in reply.json()["error"]["message"]) == (400, True)
+
+
 def test_completions_take_text_or_tokens(scene: Scene) -> None:
     scene.answers("12")
     tokens = list(CHAT.tokenizer.encode("7<"))
@@ -295,6 +306,8 @@ def test_completions_take_text_or_tokens(scene: Scene) -> None:
     for wrong in ([["1"]], "", [10**6], ["1", "2"]):
         with pytest.raises(openai.BadRequestError):
             scene.client().completions.create(model="any", prompt=wrong)
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        scene.client().completions.create(model="any", prompt="7<", extra_body={"logprobs": False})
 
 
 def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(scene: Scene) -> None:

@@ -91,6 +91,8 @@ def test_a_tool_choice_of_any_form(given: Any, choice: ToolChoice) -> None:
         ({"type": "function", "function": "add"}, _TOOLS, "`name`"),
         ({"type": "tool", "name": "divide"}, _TOOLS, "'divide'"),
         ({"type": "allowed_tools"}, _TOOLS, "`mode`"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, _TOOLS, "at least one tool"),
+        ({"type": "allowed_tools", "mode": "never", "tools": [{"name": "add"}]}, _TOOLS, "auto or required"),
         ({"type": "allowed_tools", "mode": "auto", "tools": ["add"]}, _TOOLS, "`name`"),
     ],
 )

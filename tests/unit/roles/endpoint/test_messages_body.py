@@ -140,6 +140,11 @@ def test_hosted_tools_and_unknown_keys_are_ignored_by_name() -> None:
     assert (call.tools, call.ignored) == ("", ("later", "tools of type 'web_search_20250305'"))
 
 
+def test_older_name_of_the_format_is_a_constraint() -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "array"}}
+    assert parse(output_format=wanted) == parse(output_config={"format": wanted})
+
+
 def test_constraints_and_foreign_sampling_are_those_of_all_forms() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     call = parse(output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -173,8 +178,11 @@ def test_constraints_and_foreign_sampling_are_those_of_all_forms() -> None:
         ({"tools": [TOOL] * 2049}, "tools", "too many"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "offers no tools"),
         ({"temperature": 0.5}, "temperature", "remove the key"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "remove the key"),
         ({"max_tokens": -1}, "max_tokens", "whole number"),
         ({"output_config": 1}, "output_config", "object"),
+        ({"output_format": {"type": "xml"}}, "output_format", "json_schema"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls", "chat"),
         ({"model": None}, "model", "text"),
     ],
 )  # fmt: skip

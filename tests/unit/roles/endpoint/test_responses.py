@@ -152,6 +152,34 @@ def test_tools_in_a_namespace_and_custom_tools_come_back_as_the_client_knows_the
     assert scene.opened[2].offset == len(scene.paths().path(scene.opened[1].id))
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"text": "12"}, {"input": "12", "more": 1}, {"input": 12}, {"input": '{"a": 1}'}]
+)
+def test_a_conversation_continues_after_any_arguments_of_a_custom_tool(scene: ToolScene, arguments: Any) -> None:
+    tools, asked = [{"type": "custom", "name": "patch"}], {"role": "user", "content": "go"}
+    scene.says(call_of("patch", **arguments))
+    (call,) = create(scene, [asked], tools=tools).output
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "x"}
+    create(scene, [asked, call, output], tools=tools)
+    assert scene.opened[1].parent == scene.opened[0].id
+    assert scene.opened[1].offset == len(scene.paths().path(scene.opened[0].id))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "look", "arguments": {"place": "\\ud800"}}',
+        f'{{"name": "look", "arguments": {{"place": {"[" * 200}{"]" * 200}}}}}',
+    ],
+)
+def test_a_call_that_no_client_could_send_back_is_text(scene: ToolScene, call: str) -> None:
+    scene.says(f"<tool_call>\n{call}\n</tool_call>")
+    response = create(scene, tools=[LOOK])
+    assert kinds(response) == ["message"]
+    assert call in response.output_text
+
+
 def test_text_is_streamed_as_it_grows_and_everything_is_done_in_one_write_at_the_end(scene: ToolScene) -> None:
     encode = scene.chat.tokenizer.encode
     with create(scene, stream=True) as stream:

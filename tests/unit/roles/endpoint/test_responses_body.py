@@ -230,6 +230,40 @@ def test_what_cannot_be_served_is_refused_by_name(items: Any, more: Any, param: 
     assert (error.status, error.body["error"]["param"]) == (400, param)
 
 
+def test_ids_that_a_client_made_up_do_not_divide_or_join_answers() -> None:
+    """Clients number the calls and messages of their examples themselves."""
+    calls = [called("1", call_id=f"call_{number}", id=None) for number in (1, 2)]
+    assert [len(message.tool_calls) for message in parse(USER, *calls).messages or ()] == [0, 2]
+    same = parse(USER, answered("1", "a"), USER, answered("1", "b"), USER)
+    assert [message.content for message in same.messages or ()] == ["go", "a", "go", "b", "go"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([("a__b", "c"), ("a", "b__c")], "tools[1].tools[0].name"),
+        ([("", "a__b"), ("a", "b")], "tools[1].tools[0].name"),
+        ([("a", "b"), ("", "a__b")], "tools[1].name"),
+    ],
+)
+def test_tools_that_the_model_would_know_by_one_name_are_refused(tools: list[tuple[str, str]], param: str) -> None:
+    flat = [
+        {"type": "namespace", "name": space, "tools": [LOOK | {"name": name}]} if space else LOOK | {"name": name}
+        for space, name in tools
+    ]
+    assert refused(tools=flat).body["error"]["param"] == param
+
+
+def test_a_namespace_within_a_namespace_is_refused() -> None:
+    inner = {"type": "namespace", "name": "b", "tools": [LOOK]}
+    assert "no namespace" in str(refused(tools=[{"type": "namespace", "name": "a", "tools": [inner]}]))
+
+
+def test_calls_of_chat_in_a_message_are_refused() -> None:
+    error = refused(USER, {"role": "assistant", "content": "a", "tool_calls": [{}]})
+    assert error.body["error"]["param"] == "input[1].tool_calls"
+
+
 def test_an_earlier_response_is_not_found_because_none_is_stored() -> None:
     error = refused(previous_response_id="resp_1f")
     assert (error.status, error.body["error"]["code"]) == (404, "previous_response_not_found")
