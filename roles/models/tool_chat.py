@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -183,7 +184,8 @@ class FamilyChat:
             raise
         except Exception as error:  # as above
             raise ValueError(f"the messages cannot be encoded with tools: {error}") from None
-        return None if bridged is None else tuple(bridged.token_ids)
+        path = (*context, *sampled)
+        return _continued(path, self.prompt(messages), self.tokenizer) if bridged is None else tuple(bridged.token_ids)
 
     def read(self, context: tuple[int, ...], sampled: tuple[int, ...]) -> AnswerContent:
         """Return the content of an answer that was sampled after ``context``."""
@@ -195,6 +197,18 @@ class FamilyChat:
         if calls is None:
             return AnswerContent(self.tokenizer.decode(sampled))
         return AnswerContent(parsed.content or "", calls, parsed.reasoning_content or "")
+
+
+def _continued(path: tuple[int, ...], whole: tuple[int, ...], tokenizer: TemplateTokenizer) -> tuple[int, ...] | None:
+    """Return a conversation with the tokens of ``path`` for the same text at the beginning of ``whole``.
+
+    The library continues no path with a user's message, since a family may then show earlier answers in another way.
+    Return None if it does.
+    """
+    shared = next((at for at, pair in enumerate(zip(path, whole, strict=False)) if pair[0] != pair[1]), len(path))
+    before, rest = tokenizer.decode_all(path[shared:]), whole[shared:]
+    end = bisect_left(range(len(rest)), len(before), key=lambda count: len(tokenizer.decode_all(rest[:count])))
+    return (*path, *rest[end:]) if tokenizer.decode_all(rest[:end]) == before else None
 
 
 class ParsedChat:

@@ -81,7 +81,7 @@ def test_tracker_that_refuses_is_logged_in_one_line_and_its_steps_are_sent_later
 
 
 def test_metrics_and_logged_values_of_a_run_that_goes_on_are_followed_to_its_end(tmp_path: Path) -> None:
-    program, commit = (LIGHT / "light_trainer.py").read_text(), "me.commit(step, [file])"
+    program, commit = (LIGHT / "light_trainer.py").read_text(), "me.commit(step, [file], metrics)"
     assert commit in program
     logging = f"me.log(first=step); me.log(second=-step); {commit}"
     (tmp_path / "my_trainer.py").write_text(program.replace(commit, logging))

@@ -123,6 +123,19 @@ def test_truncated_answer_gets_its_end_before_the_next_message(family: Chat) -> 
     assert extended[len(context) :][: len(sampled) + 1] == (*sampled, *family.tokenizer.encode(END))
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_new_question_follows_the_very_tokens_of_the_answer(family: Chat, cut: bool) -> None:
+    context, sampled = family.prompt([ASKED]), drifting(family, "it is 12")
+    path = (*context, *(sampled[:-1] if cut else sampled))
+    conversation = [ASKED, Message("assistant", "it is 12"), Message("user", "sure?")]
+    extended = family.extend(context, path[len(context) :], conversation, 2)
+    assert extended is not None
+    assert extended[: len(path)] == path
+    whole = family.prompt(conversation)
+    assert family.tokenizer.decode_all(extended) == family.tokenizer.decode_all(whole)  # type: ignore[attr-defined]
+    assert extended != whole, "the answer was sampled as it is encoded, so that this test proves nothing"
+
+
 def test_reasoning_that_the_family_drops_at_a_new_question_keeps_no_tokens(family: Chat) -> None:
     sampled = drifting(family, "<think>\nbecause\n</think>\n\n12")
     conversation = [ASKED, Message("assistant", "12", reasoning="because"), Message("user", "sure?")]
