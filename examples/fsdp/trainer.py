@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -73,8 +74,8 @@ def advantages(trajectories):
     """Return (trajectory, its reward minus the mean reward of its group) for all trajectories of a step."""
     rewards = defaultdict(list)
     for one in trajectories:
-        rewards[one.group].append(one.training)
-    return [(one, one.training - sum(rewards[one.group]) / len(rewards[one.group])) for one in trajectories]
+        rewards[one.group, one.agent].append(one.training)
+    return [(one, one.training - fmean(rewards[one.group, one.agent])) for one in trajectories]
 
 
 def train_step(model, optimizer, mine) -> float:

@@ -284,7 +284,7 @@ class Endpoint:
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
         earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
-        number = self._joined(key, digest, earlier, episode.undelivered, repeated)
+        number = self._joined(key, digest, earlier, episode, repeated)
         if number is None:
             number = 1 + max((_number(turn) for turn in earlier), default=0)
             last = [turn for turn in earlier if _number(turn) == number - 1]
@@ -306,41 +306,48 @@ class Endpoint:
         left = self._run.max_length - context.length
         max_new = int(min(self._run.max_new, left, left if call.max_new is None else max(1, call.max_new)))
         names = _names(call, number)
-        opened = [
-            await self._ask(
-                OpenTurn,
-                key.episode,
-                key.attempt,
-                name,
-                context.parent,
-                context.offset,
-                context.given,
-                max_new,
-                context.conversation,
-                answer_format(call).encode(),
-                call.sampling,
-                call.model,
-            )
-            for name in names
-        ]
+        self._hold(key.episode, names)
+        try:
+            opened = [
+                await self._ask(
+                    OpenTurn,
+                    key.episode,
+                    key.attempt,
+                    name,
+                    context.parent,
+                    context.offset,
+                    context.given,
+                    max_new,
+                    context.conversation,
+                    answer_format(call).encode(),
+                    call.sampling,
+                    call.model,
+                )
+                for name in names
+            ]
+        except BaseException:
+            self._let_go(key.episode, names)
+            raise
         return OpenedTurns(number, context.tokens, names, tuple(one.turn for one in opened), chat)
 
     def _joined(
-        self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], undelivered: Sequence[int], repeated: _Repeated
+        self, key: EpisodeKey, digest: str, earlier: Sequence[Turn], episode: EpisodeTurns, repeated: _Repeated
     ) -> int | None:
         """Return the number of the call that a request continues; None if it is a new call.
 
         ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the number that
         the client names; without it, the newest call whose answers were not delivered, or were written to a connection
-        that was then reset, and for which no connection waits. If there is none, a request that the client has repeated
-        continues the newest call for which no connection waits or, if a connection waits for each, the newest call.
+        that was then reset and are not continued, and for which no connection waits. If there is none, a request that
+        the client has repeated continues the newest call for which no connection waits or, if a connection waits for
+        each, the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if repeated.number in numbers:
             return repeated.number
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
-        torn = [turn.id for turn in earlier if (key.episode, turn.request) in self._torn]
-        delivered = {_number(turn) for turn in earlier if turn.id not in (*undelivered, *torn)}
+        torn = [turn for turn in earlier if (key.episode, turn.request) in self._torn]
+        lacking = {*episode.undelivered, *(turn.id for turn in torn if not _is_continued(turn, episode.turns))}
+        delivered = {_number(turn) for turn in earlier if turn.id not in lacking}
         lost = [number for number in free if number not in delivered]
         return next(iter([*lost, *free, *numbers] if repeated.repeated else lost), None)
 
@@ -406,9 +413,7 @@ class Endpoint:
         self._on_change()
         for name in opened.requests:
             self._torn.pop((episode, name), None)
-        served = [self._served.setdefault((episode, name), _Served()) for name in opened.requests]
-        for each in served:
-            each.connections += 1
+        served = [self._served[episode, name] for name in opened.requests]
 
         def end() -> None:
             self.waiting -= 1
@@ -422,6 +427,21 @@ class Endpoint:
                         self._report(episode, [turn], delivered=each.delivered)
 
         return end
+
+    def _hold(self, episode: int, names: Sequence[str]) -> None:
+        """Count a connection for these requests, from before their turns are opened.
+
+        Otherwise, if an earlier connection ended meanwhile, it would report that the answer was not delivered.
+        """
+        for name in names:
+            self._served.setdefault((episode, name), _Served()).connections += 1
+
+    def _let_go(self, episode: int, names: Sequence[str]) -> None:
+        """End the count of a connection whose turns were not opened."""
+        for name in names:
+            self._served[episode, name].connections -= 1
+            if not self._served[episode, name].connections:
+                del self._served[episode, name]
 
     def _report(self, episode: int, turns: Sequence[int], *, delivered: bool, repeated: bool = False) -> None:
         """Report to the store what the agent has done with the answers of these turns."""
@@ -470,6 +490,12 @@ def _with_path(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         if turn.parent is None or turn.parent in whole:
             whole[turn.id] = turn
     return tuple(whole.values())
+
+
+def _is_continued(turn: Turn, turns: Sequence[Turn]) -> bool:
+    """Return whether another turn's path has a sampled token of a turn."""
+    sampled_from = turn.offset + len(turn.given)
+    return any(other.parent == turn.id and other.offset > sampled_from for other in turns)
 
 
 def _names(call: Call, number: int) -> tuple[str, ...]:

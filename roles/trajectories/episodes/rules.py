@@ -438,7 +438,7 @@ class Episodes:
         lost = [turn for turn in complete if turn.unused or self._is_undelivered(turn, episode)]
         unused = tuple(turn.id for turn in lost if turn.id not in used)
         trainable = [turn for turn in complete if turn.length and not is_foreign(turn) and turn.id not in unused]
-        if reward is not None and (problem := _reward_problem(reward, complete, trainable)):
+        if reward is not None and (problem := _reward_problem(reward, episode.made, trainable)):
             return Denied(f"the reward of episode {number} {problem}", wrong_argument=True)
         if not trainable:
             if episode.request is not None or request.failed:
@@ -574,7 +574,7 @@ class Episodes:
 
 
 def _reward_problem(
-    reward: Reward, complete: Iterable[TrajectoryState], trainable: Iterable[TrajectoryState]
+    reward: Reward, called: Iterable[TrajectoryState], trainable: Iterable[TrajectoryState]
 ) -> str | None:
     """Return why an episode with these turns cannot get a reward; None if it can.
 
@@ -584,8 +584,8 @@ def _reward_problem(
         return f"is {shortened(reward)}; it must be {REWARD}"
     if not isinstance(reward, dict) or ANY_AGENT in reward:
         return None
-    called, trained = _names(complete), _names(trainable)
-    wrong, without = sorted(reward.keys() - called), sorted(trained - reward.keys())
+    trained = _names(trainable)
+    wrong, without = sorted(reward.keys() - _names(called)), sorted(trained - reward.keys())
     if not without or (not wrong and len(without) < len(trained)):
         return None
     problem = f"has {shortened(wrong or sorted(reward))}, the model name of no call that is trained"

@@ -120,7 +120,9 @@ class TurnRules:
             return turn
         assert turn.turn is not None
         unused = request.repeated or not request.delivered
-        void = not request.delivered and turn.asked_by not in (None, request.incarnation)
+        asked_elsewhere = turn.asked_by not in (None, request.incarnation)
+        unknown = request.repeated and not turn.delivered  # another endpoint may still be giving the answer
+        void = asked_elsewhere and (unknown or not request.delivered)
         known = (turn.unused, turn.delivered) == (unused, request.delivered)
         if not void and not known and not self._state.trajectories[turn.turn.episode].finished:
             self._durable.write(TurnUnused(turn.id, turn.turn.episode, unused, request.delivered))

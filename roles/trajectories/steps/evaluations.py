@@ -44,6 +44,7 @@ from ..durable.records import (
     unpack,
     unpack_tokens,
 )
+from ..durable.trained_samples import trainable_turns
 from ..types import Item, NewestVersion, Prompt, Sampling, Score, ToScore
 
 _SEEDS = 2**31
@@ -270,7 +271,7 @@ class Evaluations:
         """Return whether the limit on its length cut a complete answer, or an answer of a complete episode."""
         assert self._settings is not None
         if answer.episode is not None and (episode := answer.episode.episode) is not None:
-            return any(episode.turns[number].truncated for number in episode.counted)
+            return any(turn.truncated for turn in trainable_turns(episode))
         last = unpack_tokens(answer.segments[-1].tokens)[-1] if answer.segments else None
         return answer.length >= self._settings.max_new_tokens and last not in self._end_tokens
 

@@ -14,7 +14,7 @@ from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.models.tokenizer import EOS
 from rrl.tests.support.listening_manager import wait_until
 from rrl.tests.support.roles.endpoint.cut_streams import CutStreams
-from rrl.tests.support.roles.endpoint.served import BODIES, CHAT, DEADLINE_S, Scene
+from rrl.tests.support.roles.endpoint.served import BODIES, CHAT, DEADLINE_S, USER, Scene
 
 
 @pytest.fixture
@@ -136,6 +136,17 @@ def test_answer_whose_connection_is_reset_after_its_end_goes_once_to_an_equal_ca
     assert len(scene.opened) == 1
     Connection(scene, wire).read_to_end()
     assert len(scene.opened) == 2, "the second answer was read to its end"
+
+
+def test_answer_that_the_agent_has_continued_is_not_given_again_after_a_reset(scene: Scene) -> None:
+    scene.answers("12", "3", "4")
+    cut = Connection(scene, "chat", stream=False, kept=True)
+    cut.read_until(b'12"')
+    cut.reset()
+    wait_until(lambda: bool(scene.endpoint._torn))
+    scene.create([*USER, {"role": "assistant", "content": "12"}, {"role": "user", "content": "1"}])
+    assert scene.opened[1].parent == scene.opened[0].id
+    assert scene.create().choices[0].message.content == "4"
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 4])

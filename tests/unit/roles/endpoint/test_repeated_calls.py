@@ -258,3 +258,28 @@ def test_replica_takes_a_call_over_only_from_a_dead_one(run: Run) -> None:
     assert text(run.create(1)) == "1"
     run.wait_idle(1)
     assert run.untrained() == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_equal_call_at_another_replica_does_not_say_that_the_first_was_answered(run: Run, dies: bool) -> None:
+    run.restart(1, first=True)
+    first = run.create(stream=True)
+    run.wait_turns(1)
+    second = run.create(1, stream=True)
+    turns = run.wait_turns(2)
+    wait_until(lambda: not run.endpoint[1]._reports)
+    if dies:
+        run.restart(0)
+        first.close()
+    else:
+        run.endpoint[0].close()  # its report would come after the end of the episode
+    for turn, answer_text in zip(turns, "12", strict=True):
+        run.sample(turn, answer_text)
+    assert "".join(part.choices[0].delta.content for part in second) == "2"
+    run.wait_idle(1)
+    if dies:
+        assert text(run.create(1)) == "1"
+        run.wait_idle(1)
+    else:
+        assert "".join(part.choices[0].delta.content for part in first) == "1"
+    assert (len(run.turns()), run.untrained()) == (2, 0)

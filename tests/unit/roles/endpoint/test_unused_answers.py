@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import openai
@@ -99,5 +100,28 @@ def test_answer_that_a_repeated_call_gets_is_not_reported_after_it(scene: Scene)
     scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
     assert "".join(part.choices[0].delta.content for part in streams[1]) == "1"
     streams[0].close()
+    wait_until(lambda: idle(scene))
+    assert (len(scene.opened), scene.turns.marked) == (1, [])
+
+
+def test_connection_that_ends_while_a_repeated_call_opens_the_turn_reports_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = scene.create(stream=True)
+    turn = scene.wait_opened(1)
+    open_turn, ended = scene.turns.open_turn, Event()
+
+    async def slow(*arguments: Any) -> int:
+        number = await open_turn(*arguments)
+        first.close()
+        ended.set()
+        await asyncio.to_thread(wait_until, lambda: not scene.endpoint.waiting)
+        return number
+
+    monkeypatch.setattr(scene.turns, "open_turn", slow)
+    second = scene.create(stream=True, extra_headers={"x-stainless-retry-count": "1"})
+    assert ended.is_set()
+    scene.turns.sample(turn.id, *encode("1"), EOS, finished=True)
+    assert "".join(part.choices[0].delta.content for part in second) == "1"
     wait_until(lambda: idle(scene))
     assert (len(scene.opened), scene.turns.marked) == (1, [])

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from rrl.core.types import DataReport, Incarnation, OutsideKind, OutsideWait, Version
-from rrl.roles.trajectories.episodes.requests import EpisodeItem, FinishEpisode, LeasedEpisodes, OpenEpisode, PostReward
+from rrl.roles.trajectories.episodes.requests import (
+    EpisodeItem,
+    FinishEpisode,
+    LeasedEpisodes,
+    OpenEpisode,
+    OpenTurn,
+    PostReward,
+    TurnOpened,
+)
 from rrl.roles.trajectories.episodes.rules import EpisodeSettings
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
@@ -155,6 +163,17 @@ def test_agents_get_evaluated_episodes_first_and_the_trainer_waits_for_them(own:
     audit = own.audit()
     assert (audit.made, audit.dropped) == (4, {}), "evaluated episodes count as trajectories of the run"
     assert audit.episodes["episodes_finished"] == 3
+
+
+def test_answer_that_is_not_trained_does_not_count_as_truncated(own: Store) -> None:
+    publish(own, 0)
+    for item in episodes(own, COUNT * SAMPLES):
+        probe = OpenTurn(AGENTS, item.episode, item.attempt, "probe", None, 0, (9,), 1, sampling=Sampling())
+        opened = answer(own, probe)
+        assert isinstance(opened, TurnOpened)
+        sample(own, opened.turn, 0, tokens=(5,))
+        play(own, item, 0)
+    assert own.evaluations.results[0].metrics["truncated"] == 0.0
 
 
 def test_turns_are_sampled_as_the_evaluation_says_and_only_with_its_weights(own: Store) -> None:

@@ -292,6 +292,14 @@ def test_name_without_a_call_or_agent_without_a_reward_alone_is_no_mistake(
     assert _finish(store, item, reward) == Done()
 
 
+def test_name_of_a_call_that_the_agent_gave_up_is_no_mistake(store: Store, item: EpisodeItem) -> None:
+    _turn(store, item, PLANNER, (2, 3), (5, 6))
+    _turn(store, item, "critic", (4,), (5, 1))
+    request = OpenTurn(AGENTS, item.episode, item.attempt, "given up", None, 0, (2, 8), 4, agent=CODER)
+    assert isinstance(answer(store, request), TurnOpened)
+    assert _finish(store, item, {PLANNER: 1.0, CODER: 0.0}) == Done()
+
+
 def test_reward_replica_cannot_give_rewards_by_name(store: Store, item: EpisodeItem) -> None:
     _two_turns(store, item)
     assert _finish(store, item, None) == Done()
