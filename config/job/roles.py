@@ -305,7 +305,7 @@ class AgentsRole(Role):
     retries: Annotated[int, Field(ge=0)] = 2
     """Number of further attempts at an episode whose agent failed (an exception, or the timeout). If they fail too, its
     group is dropped with the reason. A failed attempt is never scored zero."""
-    failed_reward: float | None = None
+    failed_reward: Annotated[float, Field(ge=-(2.0**127), le=2.0**127)] | None = None
     """Reward of an attempt that the agent's own code ended by an exception or an exit code, after the model has
     answered. Default: such an attempt has failed, and is not scored."""
     on_death: Literal["replay", "again", "drop"] = "replay"
