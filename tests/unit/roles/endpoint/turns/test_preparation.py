@@ -21,7 +21,6 @@ from rrl.roles.endpoint.calls.errors import ApiError
 from rrl.roles.endpoint.forms import FORMS
 from rrl.roles.endpoint.preparation_processes import PreparationProcesses
 from rrl.roles.endpoint.turns.preparation import Preparation, Work
-from rrl.roles.endpoint.turns.turn_context import branch
 from rrl.roles.models.chat import open_chat
 from rrl.roles.models.conversation import Message
 from rrl.roles.models.tokenizer import EOS
@@ -93,8 +92,7 @@ def test_process_prepares_a_call_as_the_endpoint_itself_does(
     assert results == [outcome(lambda one=one: here.prepare(one)) for one in works]
     _, continued = results[1]
     assert continued.tokens == continued.given
-    placed = branch(continued, [answered])
-    assert (placed.parent, placed.offset) == (answered.id, len(answered.given + answered.sampled))
+    assert (continued.parent, continued.offset) == (answered.id, len(answered.given + answered.sampled))
     assert len(results[2][0].hashes) == len(USER)
     assert [result[0] for result in results[5:]] == [400] * 6
 
