@@ -326,7 +326,8 @@ class Endpoint:
                 for name in names
             ]
         except BaseException:
-            self._let_go(key.episode, names)
+            for name in names:
+                self._let_go(key.episode, name)
             raise
         return OpenedTurns(number, context.tokens, names, tuple(one.turn for one in opened), chat)
 
@@ -419,12 +420,9 @@ class Endpoint:
             self.waiting -= 1
             self._on_change()
             for each, turn, name in zip(served, opened.turns, opened.requests, strict=True):
-                each.connections -= 1
                 each.delivered |= reply.delivered
-                if not each.connections:
-                    del self._served[episode, name]
-                    if self._outlived or not each.delivered:
-                        self._report(episode, [turn], delivered=each.delivered)
+                if self._let_go(episode, name) and (self._outlived or not each.delivered):
+                    self._report(episode, [turn], delivered=each.delivered)
 
         return end
 
@@ -436,12 +434,13 @@ class Endpoint:
         for name in names:
             self._served.setdefault((episode, name), _Served()).connections += 1
 
-    def _let_go(self, episode: int, names: Sequence[str]) -> None:
-        """End the count of a connection whose turns were not opened."""
-        for name in names:
-            self._served[episode, name].connections -= 1
-            if not self._served[episode, name].connections:
-                del self._served[episode, name]
+    def _let_go(self, episode: int, name: str) -> bool:
+        """End the count of a connection for a request, and return whether it was the last one."""
+        served = self._served[episode, name]
+        served.connections -= 1
+        if not served.connections:
+            del self._served[episode, name]
+        return not served.connections
 
     def _report(self, episode: int, turns: Sequence[int], *, delivered: bool, repeated: bool = False) -> None:
         """Report to the store what the agent has done with the answers of these turns."""

@@ -80,8 +80,6 @@ class _Offered(Struct):
 
     tools: list[dict[str, Any]]
     """As chat completions have them."""
-    names: list[ToolName]
-    """The names of those that the client calls in another way than the model."""
     others: list[str]
     """Kinds of the tools that the model is not offered."""
     own: dict[str, ToolName]
@@ -118,15 +116,14 @@ class _Offered(Struct):
                 about = f"{about}\n\nThe input follows this grammar ({form.get('syntax')}):\n{grammar}".lstrip()
         if not isinstance(about, str) or not (parameters is None or isinstance(parameters, dict)):
             raise wrong(where, f"must be {_TOOL_SHAPE}")
-        known, named = flat_name(namespace, name), ToolName(flat_name(namespace, name), name, namespace, custom)
+        known = flat_name(namespace, name)
+        named = ToolName(known, name, namespace, custom)
         if self.own.setdefault(known, named) != named:
             problem = f"the model would know two tools as {known!r}, and its calls could not be told apart; rename one"
             raise wrong(f"{where}.name", problem)
         function = {"name": known, "description": about or None, "parameters": parameters}
         shown = {key: value for key, value in function.items() if value is not None}
         self.tools.append({"type": "function", "function": shown})
-        if namespace or custom:
-            self.names.append(named)
 
 
 def parse_responses(body: bytes, policy: Policy) -> Call:
@@ -153,13 +150,12 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
         problem = "responses are not stored; send the whole conversation as input, with the items of each answer"
         raise ApiError(404, problem, code="previous_response_not_found", param="previous_response_id")
     refused = policy.constraints == "refuse"
-    text, offered = given.pop("text", None) or {}, _Offered([], [], [], {})
+    text, offered = given.pop("text", None) or {}, _Offered([], [], {})
     if not isinstance(text, dict):
         raise wrong("text", 'must be an object: {"format": {...}}')
     offered.add(given.pop("tools", None), "tools")
     messages = _messages(given.pop("instructions", None), given.pop("input", None), offered)
-    names = [tool["function"]["name"] for tool in offered.tools]
-    choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
+    choice = read_tool_choice(given.pop("tool_choice", None), offered.own, refused=refused)
     schema = answer_schema(text.get("format"), "text.format", refused=refused)
     asked = {key: given.pop(key) for key in _SAMPLING if key in given}
     sampling, overridden = foreign_sampling(asked, policy)
@@ -169,7 +165,7 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
         messages=messages,
         max_new=take_count(given, "max_output_tokens", None, least=0),
         tools=msgspec.json.encode(offered.tools).decode() if offered.tools else "",
-        tool_names=tuple(offered.names),
+        tool_names=tuple(tool for tool in offered.own.values() if tool.namespace or tool.custom),
         may_call=choice.may_call,
         constraint=Constraint(schema, choice.must_call, choice.names).encode(),
         sampling=sampling,

@@ -85,17 +85,11 @@ class Preparation:
 
     def parse(self, work: Work) -> Call:
         """Parse a call. One that is not trained may ask for any sampling. Raises ApiError."""
-        refused: ApiError | None = None
         as_asked = structs.replace(self._policy, foreign="context")
-        try:
-            call = work.parse(work.body, self._policy)
-        except ApiError as error:
-            refused, call = error, work.parse(work.body, as_asked)
+        call = work.parse(work.body, as_asked)
         if work.untrained or is_untrained(call, self._policy):
-            return as_untrained(work.parse(work.body, as_asked))
-        if refused is not None:
-            raise refused
-        return call
+            return as_untrained(call)
+        return call if call.sampling is None or as_asked == self._policy else work.parse(work.body, self._policy)
 
     def chat_of(self, call: Call) -> Chat:
         """Return the format of a call's conversation, with its tools and its constraint. Raises ApiError."""
