@@ -35,6 +35,8 @@ ENDPOINT = ReplicaId("endpoint/0")
 TIMEOUT_S = 240.0
 AGENTS_AT_ONCE = 16
 STEPS, PROMPTS, GROUP = 6, 2, 8
+BEFORE_DEATH = STEPS * PROMPTS * GROUP // 2
+"""Episodes after which agents wait for the endpoint's death; the run cannot end with these and ``AGENTS_AT_ONCE``."""
 
 
 def submit(folder: Path, port: int, *changes: tuple[str, str]) -> TestRun:
@@ -60,7 +62,7 @@ class Player:
         """Connections that broke or were refused."""
         self.finished: set[int] = set()
         """Episodes that were finished."""
-        self.ended = asyncio.Event()
+        self.killed, self.ended = asyncio.Event(), asyncio.Event()
 
     async def play(self) -> None:
         await asyncio.gather(*(self._agent(number) for number in range(AGENTS_AT_ONCE)))
@@ -68,6 +70,8 @@ class Player:
     async def _agent(self, number: int) -> None:
         played = 0
         while not self.ended.is_set():
+            if len(self.finished) >= BEFORE_DEATH:
+                await self.killed.wait()
             opened = await self._post("", self._key, None, name=f"{number} {played}")
             if opened is not None:
                 await self._episode(opened)
@@ -113,14 +117,13 @@ async def play(run: TestRun, base_url: str, retries: int) -> Player:
     player = Player(base_url, run_key(run.run.id, RunKeys.load(run.run.keys).secret), retries)
     playing = asyncio.create_task(player.play())
     deadline = time.monotonic() + TIMEOUT_S
-    killed = False
     while (state := run.state()).outcome is None:
         assert time.monotonic() < deadline, state.why
-        if not killed and state.step >= 2:
+        if not player.killed.is_set() and len(player.finished) >= BEFORE_DEATH:
             pid = state.replica(ENDPOINT).pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            killed = True
+            player.killed.set()
         if playing.done():
             playing.result()
         await asyncio.sleep(0.1)
