@@ -37,6 +37,7 @@ def measure(client: Client, folder: Path, times: int) -> list[Cut]:
     """Play an episode without a cut, and then ``times`` episodes with a cut each."""
     whole, proxy = play(client, folder / "whole", None)
     assert whole.reward == 1.0, whole.error
+    assert proxy.events, f"{client.name} has not streamed"
     draw, of = random.Random(client.name), proxy.events
     cuts = []
     for number in range(times):

@@ -78,20 +78,8 @@ CLIENTS: tuple[Client, ...] = (
     _script("pydantic-ai", "chat", "pydantic_agent.py", "openai-chat", "typed", answers=_PYDANTIC, constrained=True),
     _script("pydantic-ai", "responses", "pydantic_agent.py", "openai", "text", answers=TEXT),
     _script("pydantic-ai", "responses", "pydantic_agent.py", "openai", "typed", answers=_PYDANTIC, constrained=True),
-    _script(
-        "pydantic-ai", "messages", "pydantic_agent.py", "anthropic", "text", answers=TEXT, streams=True, repeats=False
-    ),
-    _script(
-        "pydantic-ai",
-        "messages",
-        "pydantic_agent.py",
-        "anthropic",
-        "typed",
-        answers=_PYDANTIC,
-        streams=True,
-        repeats=False,
-        constrained=True,
-    ),
+    _script("pydantic-ai", "messages", "pydantic_agent.py", "anthropic", "text", answers=TEXT),
+    _script("pydantic-ai", "messages", "pydantic_agent.py", "anthropic", "typed", answers=_PYDANTIC, constrained=True),
     _script("langchain-openai", "chat", "langchain_agent.py", "chat", "plain", answers=TEXT),
     _script("langchain-openai", "responses", "langchain_agent.py", "responses", "plain", answers=TEXT),
     _script(

@@ -183,8 +183,10 @@ class TestRun:
 
     def hold_in_the_middle(self, index: int | str) -> None:
         """Make a rollout stop with unfinished trajectories, until :meth:`let_go`; ``burst-0`` is one of a pool."""
+        held = self.run.path / f"held.{index}"
+        held.unlink(missing_ok=True)
         (self.run.path / f"hold.{index}").touch()
-        self.wait(lambda _: (self.run.path / f"held.{index}").exists())
+        self.wait(lambda _: held.exists())
 
     def let_go(self, index: int | str) -> None:
         (self.run.path / f"hold.{index}").unlink()

@@ -293,3 +293,31 @@ def test_agents_of_an_episode_are_trained_with_their_own_rewards_although_the_st
         for one in step.samples:
             assert [sum(run.trained for run in one.runs), one.agent] in ([2, "planner"], [1, "coder"])
             assert one.agent == "planner" or one.reward == 1.0
+
+
+GIVES_UP = """
+import guess_task
+from guess_task import CLIENT
+
+async def run(item, base_url, api_key):
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": item}])
+    if int(item) % 2:
+        raise ValueError("the answer is cut")  # as clients that cannot parse it
+    return 1.0
+
+class Numbers(guess_task.Digits):
+    def prompt(self, i):
+        return str(i % 10)
+"""
+
+
+def test_attempts_that_the_agents_code_ends_are_trained_with_the_failed_reward(tmp_path: Path) -> None:
+    steps = 4
+    (tmp_path / "gives_up.py").write_text(GIVES_UP)
+    agent = ('function = "guess_task:run"', 'function = "gives_up:run"\nfailed_reward = -0.5\nretries = 0')
+    task = ('function = "guess_task:Digits"', 'function = "gives_up:Numbers"')
+    run = submit(tmp_path, steps, *FEW, *WITHOUT_MODEL, agent, task)
+    wait_completed(run, steps, 4)
+    rewards = {one.reward for step in read_steps(run.run.samples, lambda kept: kept)[1] for one in step.samples}
+    assert rewards == {1.0, -0.5}

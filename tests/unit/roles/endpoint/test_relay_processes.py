@@ -7,6 +7,7 @@ of an answer.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
@@ -84,7 +86,7 @@ async def dies_and_returns(made: Site) -> None:
     assert made.address != before
 
 
-@pytest.mark.parametrize("form", ["chat", "responses"])
+@pytest.mark.parametrize("form", ["chat", "responses", "messages"])
 def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path, form: str) -> None:
     async def play() -> None:
         async with site(runs) as made:
@@ -101,6 +103,31 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path, 
                     tokens.extend(chunk.choices[0].token_ids or [])
                     text += chunk.choices[0].delta.content or ""
 
+            async def read_message() -> None:
+                nonlocal text
+                key, body = made.agent.api_key, {"model": "m", "max_tokens": MAX_NEW, "stream": True, "messages": USER}
+                url, events = f"{made.agent.base_url}messages", []
+                async with (
+                    httpx2.AsyncClient(timeout=DEADLINE_S) as http,
+                    http.stream("POST", url, json=body, headers={"x-api-key": key}) as reply,
+                ):
+                    assert reply.status_code == 200
+                    async for line in reply.aiter_lines():
+                        if line.startswith("data: "):
+                            events.append(json.loads(line.removeprefix("data: ")))
+                            if events[-1]["type"] == "content_block_delta":
+                                text += events[-1]["delta"]["text"]
+                assert events[0]["message"]["id"] == f"msg_{made.turn:x}"
+                kinds = [event["type"] for event in events if event["type"] not in ("ping", "content_block_delta")]
+                assert kinds == [
+                    "message_start",
+                    "content_block_start",
+                    "content_block_stop",
+                    "message_delta",
+                    "message_stop",
+                ]
+                tokens.extend([*DIGITS, EOS][: events[-2]["usage"]["output_tokens"]])
+
             async def read_response() -> None:
                 nonlocal text
                 async with made.agent.responses.stream(model="m", input="7") as stream:
@@ -110,7 +137,8 @@ def test_stream_continues_at_its_token_after_the_endpoint_is_killed(runs: Path, 
                 assert (response.output_text, response.id) == (text, f"resp_{made.turn:x}")
                 tokens.extend([*DIGITS, EOS][: response.usage.output_tokens])
 
-            reading = asyncio.create_task(read() if form == "chat" else read_response())
+            readers = {"chat": read, "responses": read_response, "messages": read_message}
+            reading = asyncio.create_task(readers[form]())
             await made.leased()
             await made.sample(*DIGITS[:2])
             await made.sample(DIGITS[2])
