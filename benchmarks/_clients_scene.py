@@ -52,6 +52,16 @@ def in_turn(answers: Sequence[str]) -> Script:
     return lambda _, number: answers[min(number, len(answers) - 1)]
 
 
+def scripted_answer(chat: ModelChat, script: Script, context: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of the script's answer to a context."""
+    encode = chat.tokenizer.encode
+    opening = array("I", encode(ANSWER)).tobytes()
+    answered = array("I", context).tobytes().count(opening) - 1
+    text = script(chat.tokenizer.decode(context), answered)
+    # "12" is sampled as two tokens, but encoded as one: a client's text that is encoded again has other tokens
+    return tuple(token for part in (*text.replace("12", "1|2").split("|"), END) for token in encode(part))
+
+
 class Sampled(Struct, frozen=True):
     """What the rollout has sampled for a turn."""
 
@@ -95,15 +105,10 @@ class ScriptedRollout:
                 self._served.store.flush()
 
     def _begin(self, item: Item) -> None:
-        encode = self._chat.tokenizer.encode
-        opening = array("I", encode(ANSWER)).tobytes()
-        answered = array("I", item.prompt).tobytes().count(opening) - 1
-        text = self._script(self._chat.tokenizer.decode(item.prompt), answered)
-        # "12" is sampled as two tokens, but encoded as one: a client's text that is encoded again has other tokens
-        tokens = [token for part in text.replace("12", "1|2").split("|") for token in encode(part)]
         digest = PathDigest()
         digest.add(item.prompt)
-        self._open[item.trajectory] = digest, (*tokens, *encode(END))[: item.max_new], 0
+        answer = scripted_answer(self._chat, self._script, item.prompt)
+        self._open[item.trajectory] = digest, answer[: item.max_new], 0
         self.sampled[item.trajectory] = Sampled(tuple(item.prompt), ())
 
     def _append(self, turn: int) -> None:
