@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rrl.core.processes import read_process
 from rrl.core.types import TRAINER, ReplicaId
+from rrl.manager.model.state import State
 from rrl.manager.storage.lease import holder
 from rrl.tests.support.agents_example import submit_agents_example
 from rrl.tests.support.runs import LIGHT, WITHOUT_MODEL, TestRun, all_work, check_sound
@@ -82,6 +84,10 @@ def submit(folder: Path) -> TestRun:
     )
 
 
+def _works_again(victim: ReplicaId, state: State) -> bool:
+    return state.replica(victim).incarnation_number == 2 and all_work(state)
+
+
 @pytest.mark.timeout(600)
 def test_streams_go_on_although_rollout_store_trainer_and_manager_die_in_the_middle(tmp_path: Path) -> None:
     run = submit(tmp_path)
@@ -91,7 +97,7 @@ def test_streams_go_on_although_rollout_store_trainer_and_manager_die_in_the_mid
         pid = run.state().replica(victim).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        run.wait(lambda state, victim=victim: state.replica(victim).incarnation_number == 2 and all_work(state))
+        run.wait(partial(_works_again, victim))
         run.let_go(0)
     run.hold_in_the_middle(0)
     managing = holder(run.run)
