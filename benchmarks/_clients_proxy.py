@@ -56,7 +56,7 @@ class CuttingProxy:
                 kept, cut = self._count(last, data) if counts else (len(data), False)
                 sink.sendall(data[:kept])
                 if cut:
-                    for each in (sink, source):
+                    for each in (source, sink):  # else the other thread would end the endpoint's side in an orderly way
                         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                         each.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
                         each.close()

@@ -195,9 +195,7 @@ class Endpoint:
         key = self._episode_key(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
             work = Work(FORMS["messages"].parse, await read_body(request, self._max_body))
-            call = await self._parse(work)
-            chat = await asyncio.to_thread(self._preparation.chat_of, call)
-            episode = await self._known.read(key.episode, call.digest)
+            call, chat, episode = await self._read(key, work)
             context = await self._context(key.episode, call, chat, work, _with_path(episode.turns))
         return JSONResponse({"input_tokens": context.length})
 
@@ -270,19 +268,24 @@ class Endpoint:
         return branch(context, turns) if context.parent is None else context
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
-        """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
+    async def _read(self, key: EpisodeKey, work: Work) -> tuple[Call, Chat, EpisodeTurns]:
+        """Parse a call, and read the turns of its attempt. Raises ApiError and FencedAttempt."""
         call = await self._parse(work)
         chat: Chat = self._chat
         if call.tools or call.constraint:
             chat = await asyncio.to_thread(self._preparation.chat_of, call)
             call = await asyncio.to_thread(self._preparation.masked, call, chat)
-        digest = call.digest
         if reports := [report for report, episode in self._reports.items() if episode == key.episode]:
             await asyncio.wait(reports)
-        episode = await self._known.read(key.episode, digest)
+        episode = await self._known.read(key.episode, call.digest)
         if episode.attempt != key.attempt:
             raise FencedAttempt(f"attempt {key.attempt} of this episode is over: the newest is {episode.attempt}")
+        return call, chat, episode
+
+    async def _open(self, key: EpisodeKey, work: Work, repeated: _Repeated) -> tuple[Call, OpenedTurns]:
+        """Open the turns of a call, or find the turns that an earlier try or a recorded attempt has opened."""
+        call, chat, episode = await self._read(key, work)
+        digest = call.digest
         earlier = [turn for turn in episode.turns if turn.request.startswith(f"{digest}/")]
         number = self._joined(key, digest, earlier, episode, repeated)
         if number is None:

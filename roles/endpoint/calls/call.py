@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
@@ -206,6 +206,20 @@ def as_table(body: bytes) -> dict[str, Any]:
 def _too_deep() -> ApiError:
     problem = f"the body has more than {_MAX_DEPTH} objects and lists inside each other"
     return ApiError(400, problem, code="invalid_value")
+
+
+def encoded_tools(tools: Sequence[Any]) -> str:
+    """Return tools as JSON, for :attr:`Call.tools`. Raises ApiError."""
+    if len(tools) > MAX_TOOLS:
+        raise wrong("tools", f"{len(tools)} tools are too many; at most {MAX_TOOLS} can be offered in a request")
+    return msgspec.json.encode(tools).decode() if tools else ""
+
+
+def text_at(table: Mapping[str, Any], key: str, where: str) -> str:
+    """Return the text that a table of a body, found at ``where``, has for a key. Raises ApiError."""
+    if not isinstance(value := table.get(key), str):
+        raise wrong(f"{where}.{key}", "must be a text")
+    return value
 
 
 def take_model(given: dict[str, Any]) -> str:

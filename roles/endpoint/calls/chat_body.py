@@ -9,10 +9,10 @@ import msgspec
 from ...models.conversation import ASSISTANT, Message, ToolCall
 from .call import (
     MAX_CHOICES,
-    MAX_TOOLS,
     Call,
     Policy,
     as_table,
+    encoded_tools,
     identified,
     take_count,
     take_flag,
@@ -182,10 +182,7 @@ def _take_tools(given: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     if not isinstance(tools, list) or not all(map(_is_tool, tools)):
         shape = '{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}'
         raise wrong("tools", f"must be a list of {shape}")
-    if len(tools) > MAX_TOOLS:
-        raise wrong("tools", f"{len(tools)} tools are too many; at most {MAX_TOOLS} can be offered in one request")
-    names = tuple(tool["function"]["name"] for tool in tools)
-    return msgspec.json.encode(tools).decode() if tools else "", names
+    return encoded_tools(tools), tuple(tool["function"]["name"] for tool in tools)
 
 
 def _is_tool(tool: Any) -> bool:

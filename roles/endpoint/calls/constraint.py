@@ -69,10 +69,7 @@ def answer_schema(given: Any, key: str, *, refused: bool) -> str:
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
         raise wrong(key, "a json_schema needs `schema`, a JSON schema that is an object")
-    try:
-        return msgspec.json.encode(schema).decode()
-    except RecursionError:
-        raise wrong(key, "the schema is nested too deeply") from None
+    return msgspec.json.encode(schema).decode()
 
 
 class ToolChoice(Struct, frozen=True):

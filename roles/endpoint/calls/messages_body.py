@@ -7,12 +7,22 @@ from typing import Any
 import msgspec
 
 from ...models.conversation import ASSISTANT, SYSTEM, USER, Message, ToolCall
-from ...trajectories.episodes.turn_rules import ACCEPTED
-from .call import MAX_TOOLS, Call, Policy, as_table, identified, take_count, take_flag, take_model, take_stop
+from .call import (
+    Call,
+    Policy,
+    as_table,
+    encoded_tools,
+    identified,
+    take_count,
+    take_flag,
+    take_model,
+    take_stop,
+    text_at,
+)
 from .constraint import Constraint, answer_schema, read_tool_choice
 from .errors import unsupported, wrong
 from .reasoning import unseal
-from .sampling import foreign_sampling
+from .sampling import take_sampling
 
 _ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "ctx": SYSTEM, "msg": SYSTEM}
 """The role that each role of a message has for the model; Claude Code sends all of these."""
@@ -72,15 +82,14 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
     at = "output_config.format" if older is None else "output_format"
     schema = answer_schema(config.get("format", older), at, refused=refused)
     choice = read_tool_choice(given.pop("tool_choice", None), names, refused=refused)
-    asked = {key: given.pop(key) for key in (*ACCEPTED, "logit_bias") if key in given}
-    sampling, overridden = foreign_sampling(asked, policy)
+    sampling, overridden = take_sampling(given, policy)
     return Call(
         wire="messages",
         model=take_model(given),
         messages=tuple(made),
         max_new=take_count(given, "max_tokens", None, least=0),
         stop=take_stop(given, "stop_sequences"),
-        tools=msgspec.json.encode(tools).decode() if tools else "",
+        tools=encoded_tools(tools),
         may_call=choice.may_call,
         constraint=Constraint(schema, choice.must_call, choice.names).encode(),
         sampling=sampling,
@@ -120,7 +129,7 @@ def _read_message(given: Any, where: str) -> list[Message]:
         parts = _texts(block.get("content"), f"{at}.content")
         if block.get("is_error") is True and "error" not in "".join(parts).lower():
             parts = [f"Error: {parts[0]}" if parts else "Error", *parts[1:]]
-        made.append(_message("tool", parts, tool_call_id=_text(block, "tool_use_id", at)))
+        made.append(_message("tool", parts, tool_call_id=text_at(block, "tool_use_id", at)))
     return [*made, _message(USER, texts)] if texts or not made else made
 
 
@@ -133,7 +142,7 @@ def _answer(blocks: list[Any], where: str) -> Message:
         at = f"{where}[{place}]"
         match block.get("type") if isinstance(block, dict) else None:
             case "thinking":
-                shown = _text(block, "thinking", at) if "thinking" in block else ""
+                shown = text_at(block, "thinking", at) if "thinking" in block else ""
                 reasoning.append(shown or unseal(block.get("signature")))
             case "redacted_thinking":
                 reasoning.append(unseal(block.get("data")))
@@ -141,7 +150,7 @@ def _answer(blocks: list[Any], where: str) -> Message:
                 if not isinstance(given := block.get("input"), dict):
                     raise wrong(f"{at}.input", "must be an object")
                 arguments = msgspec.json.encode(given).decode()
-                calls.append(ToolCall(_text(block, "id", at), _text(block, "name", at), arguments))
+                calls.append(ToolCall(text_at(block, "id", at), text_at(block, "name", at), arguments))
             case _:
                 texts.append(_text_of(block, at))
     return Message(ASSISTANT, "\n".join(texts), tool_calls=tuple(calls), reasoning="\n".join(filter(None, reasoning)))
@@ -163,18 +172,12 @@ def _text_of(block: Any, where: str) -> str:
     """Return the text of a block. Raises ApiError."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text":
-        return _text(block, "text", where)
+        return text_at(block, "text", where)
     if kind == "tool_reference":
-        return _text(block, "tool_name", where)
+        return text_at(block, "tool_name", where)
     if isinstance(kind, str):
         raise unsupported(f"{where}.type", kind, "blocks of text, thinking, tool_use and tool_result are served here")
     raise wrong(where, 'must be a block: {"type": "text", "text": "..."}')
-
-
-def _text(block: dict[str, Any], key: str, where: str) -> str:
-    if not isinstance(value := block.get(key), str):
-        raise wrong(f"{where}.{key}", "must be a text")
-    return value
 
 
 # ── tools ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,6 +198,4 @@ def _read_tools(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
             raise wrong(f"tools[{place}]", f"must be {_TOOL_SHAPE}")
         described = {"description": about} if about else {}
         tools.append({"type": "function", "function": {"name": name, **described, "parameters": schema}})
-    if len(tools) > MAX_TOOLS:
-        raise wrong("tools", f"{len(tools)} tools are too many; at most {MAX_TOOLS} can be offered in a request")
     return tools, others

@@ -11,24 +11,31 @@ import json
 import re
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from ...models.conversation import ASSISTANT, DEVELOPER, SYSTEM, Message, ToolCall
-from ...trajectories.episodes.turn_rules import ACCEPTED
-from .call import MAX_TOOLS, Call, Policy, ToolName, as_table, identified, take_count, take_flag, take_model
+from .call import (
+    Call,
+    Policy,
+    ToolName,
+    as_table,
+    encoded_tools,
+    identified,
+    take_count,
+    take_flag,
+    take_model,
+    text_at,
+)
 from .constraint import Constraint, answer_schema, read_tool_choice
 from .errors import ApiError, unsupported, wrong
 from .reasoning import unseal
-from .sampling import foreign_sampling
+from .sampling import take_sampling
 
 _ROLES = ("user", SYSTEM, DEVELOPER, ASSISTANT)
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 """Kinds of the pieces of a content."""
 _STORED = ("background", "conversation", "prompt")
 """Keys that need stored responses or prompts."""
-_SAMPLING = (*ACCEPTED, "logit_bias")
-"""Keys that change how the model samples."""
 _IGNORED = frozenset(
     {
         "client_metadata",
@@ -71,6 +78,11 @@ class _Answer(Struct):
             return False  # the model writes it first
         return kind != "message" or self.text is None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether only its reasoning is there. If a stream breaks behind it, Codex repeats the call with this item."""
+        return self.text is None and not self.calls
+
     def message(self) -> Message:
         return Message(ASSISTANT, self.text or "", tool_calls=self.calls, reasoning=self.reasoning)
 
@@ -104,8 +116,6 @@ class _Offered(Struct):
                 self.add(tool.get("tools"), f"{where}[{place}].tools", name)
             else:
                 self._add(tool, name, namespace, f"{where}[{place}]")
-        if len(self.tools) > MAX_TOOLS:
-            raise wrong(where, f"{len(self.tools)} tools are too many; at most {MAX_TOOLS} can be offered in a request")
 
     def _add(self, tool: dict[str, Any], name: str, namespace: str, where: str) -> None:
         about, parameters = tool.get("description") or "", tool.get("parameters")
@@ -157,14 +167,13 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
     messages = _messages(given.pop("instructions", None), given.pop("input", None), offered)
     choice = read_tool_choice(given.pop("tool_choice", None), offered.own, refused=refused)
     schema = answer_schema(text.get("format"), "text.format", refused=refused)
-    asked = {key: given.pop(key) for key in _SAMPLING if key in given}
-    sampling, overridden = foreign_sampling(asked, policy)
+    sampling, overridden = take_sampling(given, policy)
     return Call(
         wire="responses",
         model=take_model(given),
         messages=messages,
         max_new=take_count(given, "max_output_tokens", None, least=0),
-        tools=msgspec.json.encode(offered.tools).decode() if offered.tools else "",
+        tools=encoded_tools(offered.tools),
         tool_names=tuple(tool for tool in offered.own.values() if tool.namespace or tool.custom),
         may_call=choice.may_call,
         constraint=Constraint(schema, choice.must_call, choice.names).encode(),
@@ -185,6 +194,8 @@ def _messages(instructions: Any, given: Any, offered: _Offered) -> tuple[Message
     made: list[Message | _Answer] = [Message(SYSTEM, instructions)] if instructions else []
     for place, item in enumerate(items):
         _add_item(made, item, f"input[{place}]", offered)
+    if made and isinstance(made[-1], _Answer) and made[-1].is_cut:
+        made.pop()
     if not made:
         raise wrong("input", "has no message")
     return tuple(each.message() if isinstance(each, _Answer) else each for each in made)
@@ -211,7 +222,7 @@ def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Of
                 _answer_of(made, item, kind).reasoning = reasoning
         case "function_call" | "custom_tool_call":
             key = "arguments" if kind == "function_call" else "input"
-            call_id, name, value = (_text(item, each, where) for each in ("call_id", "name", key))
+            call_id, name, value = (text_at(item, each, where) for each in ("call_id", "name", key))
             name = flat_name(item.get("namespace"), name)
             arguments = value if kind == "function_call" else json.dumps({"input": value})
             answer = _answer_of(made, item, kind)
@@ -219,7 +230,7 @@ def _add_item(made: list[Message | _Answer], item: Any, where: str, offered: _Of
         case "function_call_output" | "custom_tool_call_output":
             parts = _texts(item.get("output"), f"{where}.output")
             content, several = "\n".join(parts), parts if len(parts) > 1 else ()
-            made.append(Message("tool", content, tool_call_id=_text(item, "call_id", where), parts=several))
+            made.append(Message("tool", content, tool_call_id=text_at(item, "call_id", where), parts=several))
         case "additional_tools":
             offered.add(item.get("tools"), f"{where}.tools")
         case str():
@@ -268,12 +279,6 @@ def _texts(content: Any, where: str) -> tuple[str, ...]:
             raise wrong(where, f'{shown}it must be a text, or a list of {{"type": "input_text", "text": "..."}}')
         made.append(text)
     return tuple(made)
-
-
-def _text(item: dict[str, Any], key: str, where: str) -> str:
-    if not isinstance(value := item.get(key), str):
-        raise wrong(f"{where}.{key}", "must be a text")
-    return value
 
 
 def flat_name(namespace: Any, name: str) -> str:

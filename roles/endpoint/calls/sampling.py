@@ -94,6 +94,14 @@ def foreign_sampling(given: Mapping[str, Any], policy: Policy) -> tuple[Sampling
     return Sampling(**changes) if changes else None, ()
 
 
+def take_sampling(given: dict[str, Any], policy: Policy) -> tuple[Sampling | None, tuple[str, ...]]:
+    """Remove the keys that change how the model samples from a body whose other keys are ignored.
+
+    Arguments otherwise, result and errors are those of :func:`foreign_sampling`.
+    """
+    return foreign_sampling({key: given.pop(key) for key in (*ACCEPTED, "logit_bias") if key in given}, policy)
+
+
 def _is_neutral(key: str, value: Any, temperature: float) -> bool:
     neutral = (temperature,) if key == "temperature" else _NEUTRAL.get(key, ())
     return any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in neutral)

@@ -143,11 +143,3 @@ def test_the_sentence_is_at_the_end_of_the_system_part() -> None:
     (longer, _) = asked([first, _USER], call, has_tools=True)
     assert longer == Message(SYSTEM, "a\nb\n\nCall a tool.", parts=("a", "b", "Call a tool."))
     assert asked([first, _USER], Constraint(), has_tools=True) == (first, _USER)
-
-
-def test_a_schema_nested_too_deeply_is_refused() -> None:
-    deep: Any = {}
-    for _ in range(100_000):
-        deep = {"items": deep}
-    with pytest.raises(ApiError, match="nested too deeply"):
-        answer_schema({"type": "json_schema", "schema": deep}, "text.format", refused=False)

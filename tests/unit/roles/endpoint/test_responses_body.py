@@ -111,6 +111,14 @@ def test_two_answers_that_follow_each_other_stay_two() -> None:
         assert [each.content for each in messages[1:]] == ["a", "b"]
 
 
+def test_call_after_a_stream_that_broke_behind_the_reasoning_has_the_same_meaning() -> None:
+    before = [USER, reasoning("1f"), called("1f"), output("1f")]
+    asked = parse(*before)
+    assert parse(*before, reasoning("2f")).digest == asked.digest
+    assert parse(*before, reasoning("", id=None)).digest == asked.digest
+    assert parse(*before, reasoning("2f"), answered("2f", "a")).digest != asked.digest
+
+
 def test_reasoning_that_nobody_can_read_is_none() -> None:
     for garbage in ("enc", seal("hm")[:-3] + "%", "rrl1.____", 5, {"a": 1}, None):
         call = parse(USER, reasoning("1f", content=None, encrypted_content=garbage), answered("1f", "a"))
