@@ -303,6 +303,9 @@ def test_tokens_are_counted_without_opening_a_turn(scene: MessagesScene, root: s
     assert counted == {"input_tokens": scene.post(**body, messages=longer).json()["usage"]["input_tokens"]}
     assert len(scene.opened) == 2
     assert scene.endpoint.answered == 2
+    scene.turns.begin_attempt(0, 2)
+    refused = scene.post(f"{root}/messages/count_tokens", **body)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
 
 
 def test_models_have_the_keys_of_both_apis(scene: MessagesScene) -> None:
