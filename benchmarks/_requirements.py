@@ -38,7 +38,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "agents": (Need.TORCH, Need.OPENAI),
     "checkpoint": (Need.TORCH,),
     "cli_startup": (),
-    "clients": (Need.TORCH,),
+    "clients": (Need.TORCH, Need.SMOLLM2),
     "code_lines": (),
     "delta": (Need.TORCH, Need.SMOLLM2, Need.UCX),
     "detection": (),
