@@ -33,6 +33,7 @@ from ..trajectories.client import AskStore, Fenced, FencedAttempt, Refused
 from ..trajectories.episodes.requests import EndTurn, EpisodeTurns, Follow, MarkAnswer, OpenTurn, Turn
 from ..trajectories.types import A, Done, Kind, P
 from .calls.call import Call, Policy
+from .calls.earlier_responses import EarlierResponses
 from .calls.errors import ApiError, wrong
 from .forms import FORMS
 from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
@@ -146,6 +147,7 @@ class Endpoint:
         self._preparation = Preparation(chat, policy)
         self._processes = PreparationProcesses(chat.model, policy)
         self._max_body = INLINE_BYTES + _BYTES_PER_TOKEN * run.max_length
+        self._earlier = EarlierResponses()
         self._known = KnownTurns(self._ask, chat.tokenizer)
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its bodies are read, and its turns opened. It makes equal calls at the
@@ -203,7 +205,9 @@ class Endpoint:
         key = self._episode_key(request)
         repeated, untrained = _repeated(request), _is_untrained(request)
         async with self._locks.setdefault(key.episode, asyncio.Lock()):
-            body = await read_body(request, self._max_body)
+            body, asked = await read_body(request, self._max_body), None
+            if FORMS[wire].names_earlier:
+                body, asked = self._earlier.whole(key, body)
             call, opened = await self._open(key, Work(FORMS[wire].parse, body, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
@@ -223,6 +227,8 @@ class Endpoint:
                 await (stream or await self._whole(request, reply))(scope, receive, send)
             finally:
                 end()
+                if asked is not None and reply.output:
+                    self._earlier.keep(key, *reply.output, asked)
 
         return respond
 

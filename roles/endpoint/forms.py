@@ -41,6 +41,8 @@ class Form(Struct, frozen=True):
     """Beginnings of the event that is the last one of a stream."""
     failed: bytes = b"data: {%(members)s}\n\n"
     """Event of an error in a stream without any other event, around the members of the error's object."""
+    names_earlier: bool = False
+    """True if a request may name an earlier response instead of its conversation."""
     alive: tuple[bytes, ...] = ()
     """Beginnings of the event that says only that the stream is alive."""
 
@@ -55,6 +57,7 @@ FORMS: Mapping[str, Form] = {
         last=(b"event: response.completed", b"event: response.incomplete"),
         failed=b'event: response.failed\ndata: {"type": "response.failed", "sequence_number": 0, %(members)s,'
         b' "response": {"id": "", "object": "response", "status": "failed", "output": [], %(members)s}}\n\n',
+        names_earlier=True,
         alive=(b"event: response.in_progress",),
     ),
     "messages": Form(

@@ -157,7 +157,7 @@ def _parse(given: dict[str, Any], policy: Policy) -> Call:
         if value := given.pop(key, None):
             raise unsupported(key, value, "nothing is stored for later requests; remove the key")
     if given.pop("previous_response_id", None) is not None:
-        problem = "responses are not stored; send the whole conversation as input, with the items of each answer"
+        problem = "no such response is known here in this attempt; send the whole conversation as input"
         raise ApiError(404, problem, code="previous_response_not_found", param="previous_response_id")
     refused = policy.constraints == "refuse"
     text, offered = given.pop("text", None) or {}, _Offered([], [], {})

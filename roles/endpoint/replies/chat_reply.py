@@ -19,6 +19,8 @@ _FINISH_REASONS = {End.CALLS: "tool_calls", End.MODEL: "stop", End.STOP_TEXT: "s
 class ChatWriter:
     """The writer of chat completions and, for a plain prompt, of completions (:class:`.writer.Writer`)."""
 
+    output = None
+
     def __init__(
         self, call: Call, opened: OpenedTurns, answers: Sequence[SampledAnswer], resumed: str | None = None
     ) -> None:

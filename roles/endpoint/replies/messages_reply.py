@@ -34,6 +34,8 @@ _BEGUN, _TEXT_BEGUN = "m", "mt"
 class MessagesWriter:
     """The writer of messages (:class:`.writer.Writer`)."""
 
+    output = None
+
     def __init__(
         self, call: Call, opened: OpenedTurns, answers: Sequence[SampledAnswer], resumed: str | None = None
     ) -> None:

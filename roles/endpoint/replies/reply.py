@@ -50,6 +50,11 @@ class Reply:
         self.delivered = False
         """True once the end of the reply was written to the connection."""
 
+    @property
+    def output(self) -> tuple[str, Sequence[dict[str, Any]]] | None:
+        """As :attr:`.writer.Writer.output`."""
+        return self._writer.output
+
     async def complete(self) -> bytes:
         """Wait for all answers, and return the reply."""
         await _all(self._complete(answer) for answer in self._answers)

@@ -27,6 +27,8 @@ _POSITION = re.compile(r"([0-9]{1,9})(m?)")
 class ResponsesWriter:
     """The writer of Responses (:class:`.writer.Writer`)."""
 
+    output: tuple[str, Sequence[dict[str, Any]]] | None = None
+
     def __init__(
         self, call: Call, opened: OpenedTurns, answers: Sequence[SampledAnswer], resumed: str | None = None
     ) -> None:
@@ -120,6 +122,7 @@ class ResponsesWriter:
         if shown.content or not shown.tool_calls:  # a response without any item is an error for some clients
             output.append(self._message(shown.content, status))
         output += [self._call(place, call, status) for place, call in enumerate(shown.tool_calls)]
+        self.output = f"resp_{self._turn}", output
         details = {"reason": "max_output_tokens"} if cut else None
         return self._response(status, output=output, incomplete_details=details, usage=self._usage(shown))
 

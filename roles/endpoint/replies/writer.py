@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -70,4 +70,9 @@ class Writer(Protocol):
     @property
     def position(self) -> str:
         """What a later stream needs to continue this one, besides the tokens of each answer; a text without spaces."""
+        ...
+
+    @property
+    def output(self) -> tuple[str, Sequence[dict[str, Any]]] | None:
+        """Id and items of the complete reply, if a later request may name it; otherwise, and before its end, None."""
         ...

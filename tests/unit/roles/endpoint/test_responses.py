@@ -75,7 +75,10 @@ class Report(BaseModel):
 
 
 def played(scene: ToolScene, how: str) -> Any:
-    """Play an episode of three turns with a tool, as an agent does that sends back the items of each answer."""
+    """Play an episode of three turns with a tool, as an agent does that sends back the items of each answer.
+
+    An agent that names the earlier response (``named``) sends only what is new.
+    """
     items: list[Any] = [{"role": "user", "content": "look"}]
     asked: dict[str, Any] = {"model": "any", "instructions": "walk", "tools": [LOOK], "input": items}
     client = scene.client(max_retries=0).responses
@@ -86,6 +89,9 @@ def played(scene: ToolScene, how: str) -> Any:
         else:
             response = client.parse(**asked, text_format=Report) if how == "parse" else client.create(**asked)
         items += response.output
+        if how == "named":
+            items = []
+            asked |= {"input": items, "previous_response_id": response.id}
         calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
             return response
@@ -93,7 +99,7 @@ def played(scene: ToolScene, how: str) -> Any:
     raise AssertionError("the agent did not end")
 
 
-@pytest.mark.parametrize("how", ["create", "stream", "parse"])
+@pytest.mark.parametrize("how", ["create", "stream", "parse", "named"])
 def test_an_episode_with_tools_is_one_branch_without_a_token_that_is_encoded_again(scene: ToolScene, how: str) -> None:
     think = "<think>\nroom 12\n</think>\n\n"
     begin = "" if how == "parse" else "I look.\n"  # the client parses all text
@@ -286,6 +292,39 @@ def test_refusals_have_openais_form(scene: ToolScene) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         create(scene, "a" * 9000)
     assert long.value.body["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_names_a_response_is_the_call_with_its_conversation(scene: ToolScene, stream: bool) -> None:
+    scene.says("12 one", "12 two", "12 three", "12 four")
+    client = scene.client(max_retries=0).responses
+
+    def ask(given: Any, **more: Any) -> Any:
+        if not stream:
+            return client.create(model="any", input=given, **more)
+        with client.stream(model="any", input=given, **more) as events:
+            return events.get_final_response()
+
+    first = ask("go")
+    second = ask("on", previous_response_id=first.id)
+    third = ask([{"role": "user", "content": "and on"}], previous_response_id=second.id)
+    assert [turn.parent for turn in scene.opened] == [None, scene.opened[0].id, scene.opened[1].id]
+    users = [{"role": "user", "content": text} for text in ("go", "on", "and on")]
+    again = ask([users[0], *first.output, users[1], *second.output, users[2]])  # a further answer: the third was given
+    assert scene.opened[3].conversation == scene.opened[2].conversation
+    assert {third.output_text, again.output_text} == {"12 three", "12 four"}
+
+
+def test_a_response_is_known_to_its_attempt_only_and_only_if_it_may_be_stored(scene: ToolScene) -> None:
+    scene.says("ok")
+    stored, unstored = create(scene), create(scene, "else", store=False)
+    client = scene.client(max_retries=0, api_key=scene.key(attempt=2)).responses
+    for asked in (unstored.id, "resp_fff"):
+        with pytest.raises(openai.NotFoundError):
+            create(scene, "on", previous_response_id=asked)
+    scene.turns.begin_attempt(0, 2)
+    with pytest.raises(openai.NotFoundError):
+        client.create(model="any", input="on", previous_response_id=stored.id)
 
 
 def test_what_is_ignored_is_logged_once(scene: ToolScene, caplog: pytest.LogCaptureFixture) -> None:

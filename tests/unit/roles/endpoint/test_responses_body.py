@@ -272,7 +272,7 @@ def test_calls_of_chat_in_a_message_are_refused() -> None:
     assert error.body["error"]["param"] == "input[1].tool_calls"
 
 
-def test_an_earlier_response_is_not_found_because_none_is_stored() -> None:
+def test_a_response_that_was_not_put_in_place_of_its_id_is_not_found() -> None:
     error = refused(previous_response_id="resp_1f")
     assert (error.status, error.body["error"]["code"]) == (404, "previous_response_not_found")
 
