@@ -475,7 +475,7 @@ async def _no_socket(request: Request) -> Response:
     """Refuse a WebSocket with the status at which Codex uses HTTP at once."""
     if "upgrade" not in request.headers:
         raise HTTPException(405, "Method Not Allowed")
-    return Response("responses are served over HTTP", 426)
+    raise ApiError(426, "responses are served over HTTP")
 
 
 def _known_context(name: str, episode: EpisodeTurns) -> Context | None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -110,7 +111,7 @@ async def _superseded(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    if isinstance(error, Abandoned):
+    if isinstance(error, Abandoned | LocalProtocolError):  # uvicorn has answered a body that is not HTTP
         _log.info("a call of %s ended without an answer: %s", request.url.path, error)
         return Response(status_code=403)  # this reply is not sent: the connection is closed
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)

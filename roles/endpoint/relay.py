@@ -182,7 +182,7 @@ class _Call:
         """True if the agent asks for a stream."""
         try:
             return self.is_completion and bool(msgspec.json.decode(self.body, type=_Streamed).stream)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return False  # the endpoint refuses it
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
@@ -198,14 +198,14 @@ class _Call:
         if self.upstream is not None:
             await self.upstream.aclose()
 
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> httpx2.Headers:
         """Return the headers of the next try."""
         headers = dict(self._headers)
         if self.repeated and headers.get(_RETRY_HEADER, "0") == "0":
             headers[_RETRY_HEADER] = "1"
         if self.position is not None:
             headers["x-rrl-call"], headers["x-rrl-sent"] = self.position
-        return headers
+        return httpx2.Headers(headers, encoding="latin-1")  # as starlette has decoded them
 
 
 class Relay:

@@ -175,11 +175,11 @@ def canonical_json(text: str) -> str:
     The arguments of a custom tool that are not one text are themselves the text for the client, and come back as one.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=float)  # JavaScript writes 1.0 as 1
         match value:
             case {"input": str(inside)} if len(value) == 1:
                 with suppress(ValueError):
-                    value = json.loads(inside)
+                    value = json.loads(inside, parse_int=float)
         return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         return text

@@ -110,12 +110,13 @@ def read_tool_choice(given: Any, offered: Collection[str], *, refused: bool) -> 
             if not named or table["mode"] not in ("auto", "required"):
                 raise KeyError
         names = tuple(tool.get(tool.get("type"), tool)["name"] for tool in named)  # chat has a table inside a table
+        unknown = [name for name in names if name not in offered]
     except (AttributeError, KeyError, TypeError):
         problem = "must give the `name` of each tool; allowed_tools has `mode`, auto or required, and at least one tool"
         raise wrong("tool_choice", problem) from None
     if not offered:
         raise wrong("tool_choice", "demands a call, but the request offers no tools")
-    if unknown := [name for name in names if name not in offered]:
+    if unknown:
         raise wrong("tool_choice", f"names {unknown[0]!r}, which is none of the tools that the request offers")
     return ToolChoice(True, must_call, names)
 

@@ -7,7 +7,6 @@ another order than before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
@@ -215,17 +214,17 @@ def sampling_problem(sampling: Sampling | None) -> str | None:
 
 _PENALTY: tuple[Callable[[float], bool], str] = (lambda value: -2 <= value <= 2, "-2 to 2")
 ACCEPTED: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    "temperature": (lambda value: value == 0 or 1e-30 <= value <= 1e30, "0, or 1e-30 to 1e30"),
+    "top_p": (lambda value: 1e-30 <= value <= 1, "1e-30 to 1"),
     "top_k": (lambda value: -1 <= value < 2**31, "-1 or 0 for all tokens, or a number of tokens"),
     "min_p": (lambda value: 0 <= value <= 1, "0 to 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "more than 0"),
+    "repetition_penalty": (lambda value: 1e-3 <= value <= 1e3, "1e-3 to 1e3"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "an integer of 64 bits"),
 }
 """For each number in :class:`..types.Sampling`, a test whether vLLM accepts a value, and the accepted values in words.
-vLLM raises an error for any other value."""
+vLLM raises an error for any other value, or 32 bits cannot compute with it, which would end a torch engine."""
 
 
 def _problem(request: OpenTurn, episode: EpisodeState) -> str | None:

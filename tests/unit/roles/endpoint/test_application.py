@@ -317,7 +317,7 @@ def test_models_are_listed_and_an_unknown_path_is_answered_with_the_valid_ones(s
 
 
 def test_garbage_and_oversized_bodies_get_an_error_and_the_server_continues(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_messages, "MAX_BODY_BYTES", 1000)
     host = scene.server.base_url.removeprefix("http://").partition("/")[0]
@@ -332,5 +332,9 @@ def test_garbage_and_oversized_bodies_get_an_error_and_the_server_continues(
     with socket.create_connection(tuple(host.split(":"))) as raw:  # type: ignore[arg-type]
         raw.sendall(b"\x00garbage\r\n\r\n")
         assert raw.recv(1000).startswith(b"HTTP/1.1 400")
+    with socket.create_connection(tuple(host.split(":"))) as raw:  # type: ignore[arg-type]
+        raw.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 400")
     scene.answers("1")
     assert create(scene).choices[0].message.content == "1"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_tool_choice_of_any_form(given: Any, choice: ToolChoice) -> None:
         ({"type": "web_search"}, _TOOLS, "the kinds are"),
         ({"type": "function"}, _TOOLS, "`name`"),
         ({"type": "function", "function": "add"}, _TOOLS, "`name`"),
+        ({"type": "function", "name": ["add"]}, dict.fromkeys(_TOOLS), "`name`"),
         ({"type": "tool", "name": "divide"}, _TOOLS, "'divide'"),
         ({"type": "allowed_tools"}, _TOOLS, "`mode`"),
         ({"type": "allowed_tools", "mode": "auto", "tools": []}, _TOOLS, "at least one tool"),
@@ -96,7 +98,7 @@ def test_a_tool_choice_of_any_form(given: Any, choice: ToolChoice) -> None:
         ({"type": "allowed_tools", "mode": "auto", "tools": ["add"]}, _TOOLS, "`name`"),
     ],
 )
-def test_an_invalid_tool_choice_is_refused(given: Any, offered: tuple[str, ...], problem: str) -> None:
+def test_an_invalid_tool_choice_is_refused(given: Any, offered: Collection[str], problem: str) -> None:
     with pytest.raises(ApiError, match=f"tool_choice.*{problem}"):
         read_tool_choice(given, offered, refused=False)
 

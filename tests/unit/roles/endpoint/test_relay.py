@@ -334,6 +334,12 @@ def test_header_that_says_what_is_not_trained_passes_the_relay(scene: Scene) -> 
     assert headers_of(replica)["x-rrl-train"] == "0"
 
 
+def test_headers_beyond_ascii_and_bodies_that_only_the_endpoint_refuses_pass_the_relay(scene: Scene) -> None:
+    replica = scene.serves(replies(FENCED, 403))
+    assert scene.post("/v1/messages", {"user-agent": "Zoë"}, b'{"a":' + b"[" * 5000) == (403, FENCED)
+    assert headers_of(replica)["user-agent"] == "Zoë"
+
+
 def test_agent_that_stops_reading_stops_the_replica_from_sending(scene: Scene) -> None:
     piece, sent, stopped = event("x" * 2**16, 1, "1"), 0, threading.Event()
 

@@ -14,6 +14,7 @@ from rrl.roles.rollout.foreign_sampling import next_token
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.batches import Batch
+from rrl.roles.trajectories.episodes.turn_rules import sampling_problem
 from rrl.roles.trajectories.types import Item, PathDigest, Segment
 from rrl.roles.trajectories.types import Sampling as Overrides
 from rrl.tests.support.roles.trainer import harness
@@ -386,6 +387,17 @@ def test_penalty_on_repetition_counts_the_prompt_and_the_answer() -> None:
     token, logprob = next_token(_LOGITS, how, 1.0, (0, 4), (1,), torch.Generator())
     assert token == 2
     assert logprob == pytest.approx(math.log(_softmax(0.04, 0.03, 2.0, 1.0, -100.0)[2]), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+@pytest.mark.parametrize("penalty", [1e-3, 1e3])
+def test_the_most_extreme_sampling_that_the_store_accepts_gives_a_token(temperature: float, penalty: float) -> None:
+    how = Overrides(temperature, top_p=1e-30, repetition_penalty=penalty, presence_penalty=2.0)
+    assert sampling_problem(how) is None
+    allowed = torch.tensor([True, True, False, False, False])
+    token, logprob = next_token(_LOGITS * 1000, how, 1.0, (0, 4), (1,), torch.Generator(), allowed)
+    assert token in (0, 1)
+    assert math.isfinite(logprob)
 
 
 @pytest.mark.parametrize("how", [Overrides(temperature=0.0), Overrides(temperature=0.7, seed=3)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.core.run_spec import ModelSpec, TokenizerSpec
-from rrl.roles.endpoint.calls.call import Call, identified, next_hash, rolling_hashes
+from rrl.roles.endpoint.calls.call import Call, canonical_json, identified, next_hash, rolling_hashes
 from rrl.roles.endpoint.turns.known_turns import KnownTurns
 from rrl.roles.endpoint.turns.shown_answer import AnswerFormat, shown_answer
 from rrl.roles.endpoint.turns.turn_context import Context, Paths, branch, chat_context, plain_context
@@ -117,6 +117,11 @@ def test_answer_whose_text_encodes_differently_keeps_its_sampled_tokens() -> Non
     context, paths = ask(CHAT, [*asked, Message("assistant", "12"), Message("user", "<")], turns)
     assert (context.parent, context.offset) == (made.id, len(paths.path(made.id)))
     assert context.given == CHAT.tokenizer.encode("|?<=")
+
+
+@pytest.mark.parametrize("arguments", ['{"b": [1000], "a": 1}', '{"input": "{\\"b\\": [1000], \\"a\\": 1}"}'])
+def test_arguments_that_javascript_encodes_again_are_the_same(arguments: str) -> None:
+    assert canonical_json(arguments) == canonical_json('{"a": 1.0, "b": [1e3]}')
 
 
 def test_an_answer_that_the_agent_changed_is_context_of_a_branch() -> None:

@@ -205,14 +205,18 @@ def test_attempt_with_foreign_turns_only_counts_as_failed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (Sampling(temperature=-0.1), "temperature is -0.1; it must be at least 0"),
+        (Sampling(temperature=-0.1), "temperature is -0.1; it must be 0, or 1e-30 to 1e30"),
+        (Sampling(temperature=1e-40), "temperature is 1e-40"),
+        (Sampling(temperature=1e39), "temperature is 1e+39"),
         (Sampling(temperature=float("nan")), "temperature is nan"),
-        (Sampling(top_p=0.0), "top_p is 0.0; it must be more than 0 and at most 1"),
+        (Sampling(top_p=0.0), "top_p is 0.0; it must be 1e-30 to 1"),
+        (Sampling(top_p=1e-300), "top_p is 1e-300"),
         (Sampling(top_k=-2), "top_k is -2"),
         (Sampling(min_p=1.5), "min_p is 1.5; it must be 0 to 1"),
         (Sampling(presence_penalty=3.0), "presence_penalty is 3.0; it must be -2 to 2"),
         (Sampling(frequency_penalty=-3.0), "frequency_penalty is -3.0"),
-        (Sampling(repetition_penalty=0.0), "repetition_penalty is 0.0; it must be more than 0"),
+        (Sampling(repetition_penalty=0.0), "repetition_penalty is 0.0; it must be 1e-3 to 1e3"),
+        (Sampling(repetition_penalty=1e-40), "repetition_penalty is 1e-40"),
     ],
 )
 def test_sampling_that_would_end_an_engine_is_refused(
