@@ -468,7 +468,8 @@ async def _alive(_: Request) -> Response:
 def _model_object(name: str) -> dict[str, Any]:
     """Return a model as OpenAI's and Anthropic's clients expect it; every name means the model that is trained."""
     dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": name, "object": "model", "type": "model", "display_name": name, **dates, "owned_by": "rrl"}
+    kind = {"object": "model", "type": "model", "lifecycle": "active", "owned_by": "rrl"}
+    return {"id": name, "display_name": name, **kind, **dates}
 
 
 async def _no_socket(request: Request) -> Response:
