@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...models.conversation import MAX_ARGUMENTS_DEPTH, Message, is_deeper
+from ...models.conversation import ASSISTANT, MAX_ARGUMENTS_DEPTH, Message, is_deeper
 from ...trajectories.types import Sampling
 from .errors import ApiError, wrong
 
@@ -166,6 +166,8 @@ def next_hash(before: str, message: Message) -> str:
             msgspec.structs.replace(call, arguments=canonical_json(call.arguments)) for call in message.tool_calls
         )
         message = msgspec.structs.replace(message, tool_calls=calls)
+    if message.name and message.role == ASSISTANT:  # semantic-kernel adds the name of the agent to what the model wrote
+        message = msgspec.structs.replace(message, name="")
     return _hash(before.encode() + msgspec.json.encode(message))
 
 

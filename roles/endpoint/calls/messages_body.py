@@ -20,7 +20,7 @@ from .call import (
     text_at,
 )
 from .constraint import Constraint, answer_schema, read_tool_choice
-from .errors import unsupported, wrong
+from .errors import ApiError, unsupported, wrong
 from .reasoning import unseal
 from .sampling import take_sampling
 
@@ -44,6 +44,8 @@ _IGNORED = frozenset(
     }
 )
 """Keys of the API that do not change the answer. Any other key without an effect is named in the log."""
+NO_THREADS = "thread_unsupported_request"
+"""Code of the error at which Anthropic's clients send the whole conversation instead of its newest messages."""
 _TOOL_SHAPE = '{"name": "...", "description": "...", "input_schema": {...}}'
 _OTHER_FORMS = {"input": "/v1/responses", "prompt": "/v1/completions"}
 """Keys in the place of ``messages``, and the path where bodies with such a key belong."""
@@ -63,6 +65,9 @@ def parse_messages(body: bytes, policy: Policy) -> Call:
 
 
 def _parse(given: dict[str, Any], policy: Policy) -> Call:
+    if given.pop("thread", None) is not None:
+        problem = "thread: messages are not stored; send the whole conversation"
+        raise ApiError(400, problem, code=NO_THREADS, param="thread")
     messages, system = given.pop("messages", None), _texts(given.pop("system", None), "system")
     if not isinstance(messages, list) or not messages:
         other = next((f"; {key} belongs to {path}" for key, path in _OTHER_FORMS.items() if key in given), "")

@@ -14,6 +14,7 @@ import msgspec
 from ...models.conversation import Message
 from ..calls.call import Call
 from ..calls.errors import ApiError
+from ..calls.messages_body import NO_THREADS
 from ..calls.reasoning import seal
 from .answer import End, SampledAnswer
 from .writer import OpenedTurns
@@ -110,7 +111,8 @@ def messages_error(error: ApiError) -> dict[str, Any]:
     content = error.body["error"]
     # Claude Code knows by these words that it must shorten the conversation.
     begin = "prompt is too long: " if content["code"] == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": begin + str(content["message"])}}
+    details = {"details": {"error_code": NO_THREADS}} if content["code"] == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": begin + str(content["message"]), **details}}
 
 
 def _blocks(shown: Message) -> list[dict[str, Any]]:

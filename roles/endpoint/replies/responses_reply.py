@@ -173,11 +173,13 @@ class ResponsesWriter:
                 events += done("response.output_text.done", **at, text=part["text"], logprobs=[])
                 events += done("response.content_part.done", **at, part=part)
             case "reasoning":
-                text = item["content"][0]["text"]
+                part = item["content"][0]
                 events = self._begun(index, {**begun, "content": [], "encrypted_content": None})
                 at["content_index"] = 0
-                events += done("response.reasoning_text.delta", **at, delta=text)
-                events += done("response.reasoning_text.done", **at, text=text)
+                events += done("response.content_part.added", **at, part={**part, "text": ""})
+                events += done("response.reasoning_text.delta", **at, delta=part["text"])
+                events += done("response.reasoning_text.done", **at, text=part["text"])
+                events += done("response.content_part.done", **at, part=part)
             case "function_call":
                 events = self._begun(index, {**begun, "arguments": ""})
                 events += done("response.function_call_arguments.delta", **at, delta=item["arguments"])

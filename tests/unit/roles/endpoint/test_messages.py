@@ -361,6 +361,14 @@ def test_errors_have_the_form_of_the_path(scene: MessagesScene) -> None:
     assert "type" not in scene.request("POST", "/v1/chat/completions", {}, json={}).json()
 
 
+def test_a_thread_is_refused_by_the_code_at_which_the_client_sends_all_messages(scene: MessagesScene) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        reply = scene.post(thread=thread)
+        details = reply.json()["error"]["details"]
+        assert (reply.status_code, details) == (400, {"error_code": "thread_unsupported_request"})
+    assert not scene.opened
+
+
 def test_overloaded_is_529_in_messages_only() -> None:
     error = ApiError(503, "busy", "server_error", retry_after=1)
     body = {"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}
