@@ -36,7 +36,7 @@ from .calls.call import Call, Policy
 from .calls.earlier_responses import EarlierResponses
 from .calls.errors import ApiError, wrong
 from .forms import FORMS
-from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, read_body
+from .http_messages import EXCEPTION_HANDLERS, Abandoned, bearer_key, check_size, read_body
 from .http_server import ON_RESET
 from .key import EpisodeKey
 from .preparation_processes import PreparationProcesses
@@ -208,6 +208,7 @@ class Endpoint:
             body, asked = await read_body(request, self._max_body), None
             if FORMS[wire].names_earlier:
                 body, asked = self._earlier.whole(key, body)
+                check_size(body, self._max_body)
             call, opened = await self._open(key, Work(FORMS[wire].parse, body, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)

@@ -66,17 +66,23 @@ async def read_body(request: Request, limit: float = math.inf, take: Callable[[i
     Raises:
         ApiError: The body is too large, or arrives too slowly.
     """
-    body, limit = bytearray(), int(min(limit, MAX_BODY_BYTES))
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for piece in request.stream():
                 take(len(piece))
                 body += piece
-                if len(body) > limit:
-                    raise ApiError(413, f"the body has more than {limit >> 10:,} KiB", code="request_too_large")
+                check_size(body, limit)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     return bytes(body)
+
+
+def check_size(body: bytes | bytearray, limit: float) -> None:
+    """Refuse a body of more bytes than ``limit`` or :data:`MAX_BODY_BYTES`. Raises ApiError."""
+    limit = int(min(limit, MAX_BODY_BYTES))
+    if len(body) > limit:
+        raise ApiError(413, f"the body has more than {limit >> 10:,} KiB", code="request_too_large")
 
 
 async def _error(request: Request, error: Exception) -> Response:

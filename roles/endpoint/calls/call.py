@@ -165,7 +165,8 @@ def next_hash(before: str, message: Message) -> str:
         calls = tuple(
             msgspec.structs.replace(call, arguments=canonical_json(call.arguments)) for call in message.tool_calls
         )
-        message = msgspec.structs.replace(message, tool_calls=calls)
+        content = message.content.strip() and message.content  # inspect-ai sends a line end where there was no content
+        message = msgspec.structs.replace(message, tool_calls=calls, content=content)
     if message.name and message.role == ASSISTANT:  # semantic-kernel adds the name of the agent to what the model wrote
         message = msgspec.structs.replace(message, name="")
     return _hash(before.encode() + msgspec.json.encode(message))

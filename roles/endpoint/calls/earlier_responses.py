@@ -1,4 +1,4 @@
-"""The responses that a later request may name by their id, instead of sending their conversation again.
+"""The responses that a later request may name by their id, or of whose items, instead of sending them again.
 
 Only the process that has answered knows them. So after its restart no id is found; agents of the run begin again then.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -27,6 +28,21 @@ class Asked(Struct, frozen=True):
     """Its own items, as JSON, divided by commas."""
 
 
+class _Kept(Struct, frozen=True):
+    asked: Asked
+    output: dict[str, bytes]
+    """The items of the response by their ids."""
+
+    @property
+    def size(self) -> int:
+        return len(self.asked.items) + sum(map(len, self.output.values()))
+
+
+class _Item(Struct):
+    id: str = ""
+    type: str = ""
+
+
 class _Body(Struct):
     input: Raw = Raw(b"null")
     previous_response_id: str | None = None
@@ -41,7 +57,7 @@ class EarlierResponses:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._kept: OrderedDict[tuple[EpisodeKey, str], Asked] = OrderedDict()
+        self._kept: OrderedDict[tuple[EpisodeKey, str], _Kept] = OrderedDict()
         self._max_bytes, self.size = max_bytes, 0
 
     def whole(self, key: EpisodeKey, body: bytes) -> tuple[bytes, Asked | None]:
@@ -53,22 +69,23 @@ class EarlierResponses:
             given = msgspec.json.decode(body, type=_Body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return body, None
-        previous, own = given.previous_response_id or "", _items(bytes(given.input))
-        if previous:
-            if own is None or (earlier := self._conversation(key, previous)) is None:
-                return body, None
+        previous, sent = given.previous_response_id or "", _items(bytes(given.input))
+        if sent is None or (earlier := self._conversation(key, previous)) is None:
+            return body, None
+        own = self._resolved(key, sent) if b'"item_reference"' in sent else sent
+        if earlier or own is not sent:
             fields = msgspec.json.decode(body, type=dict[str, Raw])
-            del fields["previous_response_id"]
+            fields.pop("previous_response_id", None)
             fields["input"] = Raw(b"[%s]" % b",".join(filter(None, (*earlier, own))))
             body = msgspec.json.encode(fields)
-        return body, None if own is None or given.store is False else Asked(previous, own)
+        return body, None if given.store is False else Asked(previous, own)
 
     def keep(self, key: EpisodeKey, response: str, output: Sequence[dict[str, Any]], asked: Asked) -> None:
         """Keep the items of a request and of its complete response."""
-        answered = msgspec.json.encode(output)[1:-1]
         self._forget((key, response))
-        self._kept[key, response] = kept = Asked(asked.previous, b",".join(filter(None, (asked.items, answered))))
-        self.size += len(kept.items)
+        items = {item["id"]: msgspec.json.encode(item) for item in output}
+        self._kept[key, response] = kept = _Kept(asked, items)
+        self.size += kept.size
         while self.size > self._max_bytes:
             self._forget(next(iter(self._kept)))
 
@@ -79,13 +96,31 @@ class EarlierResponses:
             if (kept := self._kept.get((key, response))) is None:
                 return None
             self._kept.move_to_end((key, response))
-            pieces.append(kept.items)
-            response = kept.previous
+            pieces += b",".join(kept.output.values()), kept.asked.items
+            response = kept.asked.previous
         return pieces[::-1]
+
+    def _resolved(self, key: EpisodeKey, items: bytes) -> bytes:
+        """Return items in which the known ones stand for the references to them. Only the first reference counts."""
+        resolved, known = [], set()
+        for raw in msgspec.json.decode(b"[%s]" % items, type=list[Raw]):
+            with suppress(msgspec.MsgspecError):
+                item = msgspec.json.decode(raw, type=_Item)
+                if item.type == "item_reference" and item.id not in known:
+                    known.add(item.id)
+                    raw = Raw(self._item(key, item.id) or raw)
+            resolved.append(bytes(raw))
+        return b",".join(resolved)
+
+    def _item(self, key: EpisodeKey, name: str) -> bytes | None:
+        """Return the item of a response with this id; None if it is not known."""
+        _, _, rest = name.partition("_")
+        kept = self._kept.get((key, f"resp_{rest.partition('_')[0]}"))
+        return None if kept is None else kept.output.get(name)
 
     def _forget(self, name: tuple[EpisodeKey, str]) -> None:
         if (kept := self._kept.pop(name, None)) is not None:
-            self.size -= len(kept.items)
+            self.size -= kept.size
 
 
 def _items(given: bytes) -> bytes | None:

@@ -11,7 +11,10 @@ from rrl.roles.endpoint.calls.earlier_responses import EarlierResponses
 from rrl.roles.endpoint.key import EpisodeKey
 
 KEY = EpisodeKey("run", 0, 1)
-ANSWER = [{"type": "message", "role": "assistant", "content": "a"}]
+ANSWER: list[Any] = [
+    {"type": "reasoning", "id": "rs_1f", "content": []},
+    {"type": "function_call", "id": "fc_1f_0", "call_id": "call_1f_0"},
+]
 
 
 def ask(earlier: EarlierResponses, given: Any, previous: str | None, response: str) -> Any:
@@ -43,7 +46,15 @@ def test_what_was_used_least_recently_is_forgotten_first() -> None:
     assert earlier.size <= 1000
     body = json.dumps({"input": "on", "previous_response_id": "other"}).encode()
     assert earlier.whole(KEY, body) == (body, None)
-    assert len(ask(earlier, "on", "second", "fourth")) == 5
+    assert len(ask(earlier, "on", "second", "fourth")) == 7
+
+
+def test_items_stand_for_the_references_to_them_once() -> None:
+    earlier = EarlierResponses()
+    ask(earlier, "go", None, "resp_1f")
+    named = [{"type": "item_reference", "id": name} for name in ("rs_1f", "fc_1f_0", "fc_1f_0", "fc_2f_0", "", "rs_1")]
+    user = {"role": "user", "content": 'no "item_reference"'}
+    assert ask(earlier, [user, *named, 7], None, "resp_2f") == [user, *ANSWER, *named[2:], 7]
 
 
 @pytest.mark.parametrize(

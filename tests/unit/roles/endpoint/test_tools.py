@@ -68,10 +68,13 @@ def test_tool_call_with_reformatted_arguments_is_recognised(scene: ToolScene) ->
     assert scene.opened[2].offset < len(scene.paths().path(scene.opened[0].id)), "an edited tool call is not a branch"
 
 
-def test_an_answer_to_which_the_agent_adds_its_name_is_recognised(scene: ToolScene) -> None:
+@pytest.mark.parametrize("added", [{"name": "walker"}, {"content": "\n"}])
+def test_an_answer_to_which_the_agent_adds_its_name_or_white_space_is_recognised(
+    scene: ToolScene, added: dict[str, str]
+) -> None:
     scene.says(CALL)
     message = scene.create(ASKED, tools=TOOLS).choices[0].message
-    scene.create([*ASKED, message.model_dump() | {"name": "walker"}, result(message.tool_calls[0])], tools=TOOLS)
+    scene.create([*ASKED, message.model_dump() | added, result(message.tool_calls[0])], tools=TOOLS)
     first, second = scene.opened
     assert (second.parent, second.offset) == (first.id, len(scene.paths().path(first.id)))
 
