@@ -1,4 +1,4 @@
-"""The responses that a later request may name by their id, or of whose items, instead of sending them again.
+"""The responses that a later request may name by their ids, or by those of their items, instead of sending them again.
 
 Only the process that has answered knows them. So after its restart no id is found; agents of the run begin again then.
 """
