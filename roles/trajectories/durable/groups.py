@@ -43,6 +43,8 @@ class TrajectoryState(Struct, eq=False):
     """True for a turn whose answer the agent has got, if an endpoint has said so."""
     asked_by: Incarnation | None = None
     """Incarnation that asked for the turn last; None if it did so at an earlier process of the store."""
+    read_by: Incarnation | None = None
+    """Incarnation that has got the end of the turn's answer from this process of the store; None if none has."""
     episode: EpisodeState | None = None
     """The attempts and turns of the episode; None for a turn, and in a job without agents."""
 

@@ -293,8 +293,8 @@ class Episodes:
                 return self._turns.end(request)
             case MarkAnswer():
                 return self._turns.mark(request)
-            case Follow(_, turn, offset):
-                return self._turns.follow(turn, offset)
+            case Follow(incarnation, turn, offset):
+                return self._turns.follow(incarnation, turn, offset)
             case GetEpisode(incarnation, episode, holding, call):
                 track = self._state.trajectories.get(episode)
                 if call and track is not None and track.is_at_work:
@@ -435,7 +435,7 @@ class Episodes:
         episode = episode_of(current)
         complete = [turn for turn in episode.made if turn.finished]
         used = continued(episode.made, episode.turns)
-        lost = [turn for turn in complete if turn.unused or self._is_undelivered(turn, episode)]
+        lost = [turn for turn in complete if turn.unused or self._is_lost(turn, episode)]
         unused = tuple(turn.id for turn in lost if turn.id not in used)
         trainable = [turn for turn in complete if turn.length and not is_foreign(turn) and turn.id not in unused]
         if reward is not None and (problem := _reward_problem(reward, episode.made, trainable)):
@@ -499,6 +499,15 @@ class Episodes:
         asked_by = turn.asked_by or episode.holder
         ended = asked_by is not None and self._rules.check_worker(asked_by) is not None
         return not turn.delivered and (turn.unused or ended)
+
+    def _is_lost(self, turn: TrajectoryState, episode: EpisodeState) -> bool:
+        """Return whether no agent can have got an answer.
+
+        An endpoint may die after it has written an answer, and before it has said so. Only an agent that has the answer
+        ends its episode instead of calling again.
+        """
+        read = turn.read_by is not None and turn.read_by == (turn.asked_by or episode.holder)
+        return self._is_undelivered(turn, episode) and not read
 
     # ── rewards that come later ────────────────────────────────────────────────────────────────────────────────────
     def _post_reward(self, number: int, attempt: int, reward: Reward) -> Done | Denied:

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import asdict
 
-from ....core.types import Version
+from ....core.types import Incarnation, Version
 from ..durable.groups import EpisodeState, TrajectoryState, path_length, sampled_tokens
 from ..durable.log import DurableState
 from ..durable.records import TurnCreated, TurnEnded, TurnTaken, TurnUnused, pack_tokens, unpack, unpack_tokens
@@ -127,7 +127,7 @@ class TurnRules:
             self._durable.write(TurnUnused(turn.id, turn.turn.episode, unused, request.delivered))
         return Done()
 
-    def follow(self, number: int, offset: int) -> TurnTokens | NotReady | Denied:
+    def follow(self, incarnation: Incarnation, number: int, offset: int) -> TurnTokens | NotReady | Denied:
         """Return the sampled tokens of a turn from ``offset`` on; NotReady while there are none."""
         turn = self._current(number)
         if isinstance(turn, Denied):
@@ -136,6 +136,8 @@ class TurnRules:
             return Denied(f"offset is {offset}; it must be 0 to {turn.length}, the sampled tokens of turn {number}")
         if offset == turn.length and not turn.finished:
             return NotReady()
+        if turn.finished:
+            turn.read_by = incarnation
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[Version] = []

@@ -11,6 +11,7 @@ from rrl.roles.trajectories.episodes.requests import (
     EpisodeItem,
     EpisodeTurns,
     FinishEpisode,
+    Follow,
     GetEpisode,
     LeasedEpisodes,
     MarkAnswer,
@@ -137,6 +138,21 @@ def test_episode_whose_only_answer_died_with_its_endpoint_has_no_answer(store: S
     refused = answer(store, FinishEpisode(SECOND, item.episode, item.attempt, 1.0))
     assert isinstance(refused, Denied)
     assert refused.no_answer
+
+
+@pytest.mark.parametrize("who", [FIRST, SECOND])
+def test_answer_whose_end_its_dead_endpoint_had_is_that_of_an_agent_that_ends_its_episode(
+    store: Store, item: EpisodeItem, who: Incarnation
+) -> None:
+    number = answered(store, item, "a")
+    answer(store, Follow(FIRST, number, 0))
+    dies(store)
+    assert undelivered(store, item, "a", SECOND) == (number,)
+    if who == SECOND:  # a repeated call, whose endpoint has not read the answer when it dies
+        ask(store, item, "a/1/0", (2,), None, 0, who=SECOND)
+        store.update_membership((*CREW, REPLICA, incarnation_of("endpoint/0", 3)))
+    ended = answer(store, FinishEpisode(REPLICA, item.episode, item.attempt, 1.0))
+    assert isinstance(ended, Done) == (who == FIRST)
 
 
 def test_restart_of_the_store_leaves_answers_of_the_runs_own_agents_delivered(store: Store, tmp_path: Path) -> None:
