@@ -90,10 +90,15 @@ uninstall-slurm: setup
 demo-slurm: slurm
 	@$(BIN)/python -m rrl.tests.support.demo
 
-# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set. They mostly
-# wait, so they run beside the others.
+# Installs Chromium from Debian, if root runs this.
+CHROMIUM := command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || \
+	{ apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; } </dev/null
+
+# Slurm and Chromium are installed where that is possible; their tests skip where it is not. With RRL_REQUIRE_SLURM, each
+# skip is a failure. The tests of Slurm mostly wait, so they run beside the others.
 test: setup
 	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
+	-@$(CHROMIUM)
 	$(PYTEST) -m 'not long and not vllm and not trainers and not clients'
 
 # For the inner loop, under a minute on two cores: tests of pure functions, and others that start no process. They play no
@@ -112,10 +117,9 @@ FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manage
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm and not trainers and not clients' $(FAST)
 
-# The page of rrl report in a headless Chromium, which is installed from Debian if root runs this. make test runs these tests
-# too, where Chromium is there.
+# The page of rrl report in a headless Chromium. make test runs these tests, too.
 test-browser: setup
-	-@command -v chromium >/dev/null || apt-get install --yes --no-install-recommends chromium
+	-@$(CHROMIUM)
 	RRL_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest tests/unit/cli/results/test_report_page.py
 
 # Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
