@@ -25,7 +25,8 @@ CONTINUE = """
 import json, os, sys
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
 from vllm import LLM, SamplingParams
-engine = LLM(sys.argv[1], enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=2**28)
+# bfloat16 would use AMX, which some machines announce and do not permit
+engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=2**28)
 settings = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[3]), ignore_eos=True)
 (answer,) = engine.generate([sys.argv[2]], settings)
 print("tokens:" + json.dumps(list(answer.outputs[0].token_ids)))
