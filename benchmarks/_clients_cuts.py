@@ -79,8 +79,12 @@ def _sampled_twice(played: Played) -> int:
 
 
 def _wrongly_trained(played: Played) -> int:
-    """Return the number of trained tokens in samples other than that of the last answer."""
+    """Return the number of trained tokens that the path of the last answer, as far as the client got it, has not."""
     last = played.turns[-1]
-    whole = played.sampled[last.id].context + last.sampled
-    others = [sample for sample in played.samples if (*sample.prompt, *sample.tokens)[: len(whole)] != whole]
-    return sum(len(trained_places(sample)) for sample in others)
+    got = played.sampled[last.id].context + (last.sampled if played.reward == 1.0 else ())
+    wrong = 0
+    for sample in played.samples:
+        tokens = (*sample.prompt, *sample.tokens)
+        common = next((at for at, (one, other) in enumerate(zip(tokens, got, strict=False)) if one != other), len(got))
+        wrong += sum(len(sample.prompt) + place >= common for place in trained_places(sample))
+    return wrong
