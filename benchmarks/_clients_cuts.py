@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from rrl.benchmarks._clients_proxy import CuttingProxy
-from rrl.benchmarks._clients_scene import Played, in_turn, scripted_run, trained_places
+from rrl.benchmarks._clients_scene import Played, common_length, in_turn, scripted_run, trained_places
 from rrl.benchmarks._clients_table import Client
 
 PIECE, PAUSE_S = 8, 0.02
@@ -84,7 +84,6 @@ def _wrongly_trained(played: Played) -> int:
     got = played.sampled[last.id].context + (last.sampled if played.reward == 1.0 else ())
     wrong = 0
     for sample in played.samples:
-        tokens = (*sample.prompt, *sample.tokens)
-        common = next((at for at, (one, other) in enumerate(zip(tokens, got, strict=False)) if one != other), len(got))
+        common = common_length((*sample.prompt, *sample.tokens), got)
         wrong += sum(len(sample.prompt) + place >= common for place in trained_places(sample))
     return wrong

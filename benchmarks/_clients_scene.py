@@ -153,7 +153,7 @@ class Played(Struct, frozen=True):
         paths = {turn.id: self.sampled[turn.id].context + turn.sampled for turn in self.turns}
         lost = 0
         for before, turn in zip(self.turns, self.turns[1:], strict=False):
-            kept = turn.offset if turn.parent == before.id else _common(paths[before.id], paths[turn.id])
+            kept = turn.offset if turn.parent == before.id else common_length(paths[before.id], paths[turn.id])
             lost += max(0, len(paths[before.id]) - kept)
         return lost
 
@@ -182,7 +182,8 @@ def trained_places(sample: Trajectory) -> list[int]:
     return [place for place in range(len(sample.tokens)) if place not in masked]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning that both sequences share."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

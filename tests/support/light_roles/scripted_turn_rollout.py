@@ -27,10 +27,8 @@ def main() -> None:
             if new := me.new_weights():
                 version = new.version
             for item in work.items:
-                answer, offset = (
-                    scripted_answer(chat, script, item.prompt),
-                    sum(len(part.tokens) for part in item.so_far),
-                )
+                answer = scripted_answer(chat, script, item.prompt)
+                offset = sum(len(part.tokens) for part in item.so_far)
                 while offset < len(answer):
                     with me.phase("generate"):
                         time.sleep(PAUSE_S)
