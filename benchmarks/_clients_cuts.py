@@ -27,7 +27,7 @@ class Cut(Struct, frozen=True):
     sampled_twice: int
     """Number of tokens of answers to a call that had been answered before."""
     wrongly_trained: int
-    """Number of trained tokens of answers that the client did not get: no later turn continues them."""
+    """Number of trained tokens of answers whose end the client did not get, and which no later turn continues."""
     token_drift: int
     finished: bool
     error: str
@@ -50,7 +50,7 @@ def measure(client: Client, folder: Path, times: int) -> list[Cut]:
                 of,
                 proxy.cut,
                 _sampled_twice(played),
-                _wrongly_trained(played),
+                _wrongly_trained(played, proxy),
                 played.token_drift(),
                 played.reward == 1.0,
                 played.error,
@@ -78,12 +78,21 @@ def _sampled_twice(played: Played) -> int:
     return sum(tokens.values()) - sum(first.values())
 
 
-def _wrongly_trained(played: Played) -> int:
-    """Return the number of trained tokens that the path of the last answer, as far as the client got it, has not."""
-    last = played.turns[-1]
-    got = played.sampled[last.id].context + (last.sampled if played.reward == 1.0 else ())
+def _wrongly_trained(played: Played, proxy: CuttingProxy) -> int:
+    """Return the number of trained tokens of answers of which the client got no end.
+
+    Tokens that a later turn continues do not count: the client has kept them.
+    """
     wrong = 0
-    for sample in played.samples:
-        common = common_length((*sample.prompt, *sample.tokens), got)
-        wrong += sum(len(sample.prompt) + place >= common for place in trained_places(sample))
+    for turn in played.turns:
+        if any(f"{turn.id:x}".encode() in received for received in proxy.received):
+            continue
+        before = played.sampled[turn.id].context
+        answer = before + turn.sampled
+        later = [played.sampled[other.id].context for other in played.turns if other.id > turn.id]
+        kept = max((common_length(answer, context) for context in later), default=0)
+        for sample in played.samples:
+            end = common_length((*sample.prompt, *sample.tokens), answer)
+            places = [len(sample.prompt) + place for place in trained_places(sample)]
+            wrong += sum(max(kept, len(before)) <= place < end for place in places)
     return wrong

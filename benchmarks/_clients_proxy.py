@@ -33,6 +33,8 @@ class CuttingProxy:
         """Number of events that the endpoint has sent."""
         self.cut = False
         """Whether a connection was cut."""
+        self.received: list[bytearray] = []
+        """What the client got over each connection, without the answer that was cut."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}{there.path}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -50,12 +52,16 @@ class CuttingProxy:
                     threading.Thread(target=self._pass, args=(source, sink, counts), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
-        last = b""
+        last, received = b"", bytearray()
+        if counts:
+            self.received.append(received)
         with suppress(OSError):
             while data := source.recv(65536):
                 kept, cut = self._count(last, data) if counts else (len(data), False)
                 sink.sendall(data[:kept])
+                received += data[:kept]
                 if cut:
+                    del received[received.rfind(b"HTTP/1.1 ") :]
                     for each in (source, sink):  # else the other thread would end the endpoint's side in an orderly way
                         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                         each.shutdown(socket.SHUT_RD)  # wakes the thread that reads it

@@ -57,8 +57,6 @@ INLINE_BYTES = 16 * 2**10
 _BYTES_PER_TOKEN = 1024
 """Bytes that a body may have for each token of the model's longest context. The longest tokens have 128 bytes, for each
 of which JSON may need 6; the rest is markup."""
-_MAX_TORN = 4096
-"""Maximum number of answers that are remembered because their connection was reset."""
 _MAX_NOTED = 500
 """Maximum number of names of models, keys and kinds of tools that are logged. Agents choose them."""
 MODEL = "policy"
@@ -115,8 +113,12 @@ class _Served(Struct):
     """A turn that connections wait for."""
 
     connections: int = 0
-    delivered: bool = False
-    """True if the whole answer was written to a connection."""
+    replies: list[Reply] = []
+    """The replies that have the answer."""
+
+    @property
+    def is_delivered(self) -> bool:
+        return any(reply.is_delivered for reply in self.replies)
 
 
 class Endpoint:
@@ -152,9 +154,6 @@ class Endpoint:
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """The lock of each episode, under which its bodies are read, and its turns opened. It makes equal calls at the
         same time get different turns, and bounds the memory that an episode takes to one body."""
-        self._torn: dict[tuple[int, str], None] = {}
-        """The newest requests, by episode, whose answer was written, but whose connection was reset afterwards: the
-        client may lack the end of the answer."""
         self._served: dict[tuple[int, str], _Served] = {}
         """The turns that connections wait for, by episode and request."""
         self._closing = False
@@ -212,13 +211,7 @@ class Endpoint:
             call, opened = await self._open(key, Work(FORMS[wire].parse, body, untrained), repeated)
             writer, relayed = FORMS[wire].writer, _RELAY_HEADER in request.headers
             reply = Reply(call, opened, writer, self._grow, relayed, repeated.sent)
-            end = self._begin(key.episode, opened, reply)
-
-        def tear() -> None:
-            if reply.delivered:
-                self._torn |= {(key.episode, name): None for name in opened.requests}
-                while len(self._torn) > _MAX_TORN:
-                    del self._torn[next(iter(self._torn))]
+            end, tear = self._begin(key.episode, opened, reply)
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             scope[ON_RESET] = tear
@@ -347,18 +340,15 @@ class Endpoint:
         """Return the number of the call that a request continues; None if it is a new call.
 
         ``earlier`` are the turns of all calls of the same meaning. The request continues the call with the number that
-        the client names; without it, the newest call whose answers were not delivered, or were written to a connection
-        that was then reset and are not continued, and for which no connection waits. If there is none, a request that
-        the client has repeated continues the newest call for which no connection waits or, if a connection waits for
-        each, the newest call.
+        the client names; without it, the newest call whose answers were not delivered, and for which no connection
+        waits. If there is none, a request that the client has repeated continues the newest call for which no
+        connection waits or, if a connection waits for each, the newest call.
         """
         numbers = sorted({_number(turn) for turn in earlier}, reverse=True)
         if repeated.number in numbers:
             return repeated.number
         free = [number for number in numbers if (key.episode, f"{digest}/{number}/0") not in self._served]
-        torn = [turn for turn in earlier if (key.episode, turn.request) in self._torn]
-        lacking = {*episode.undelivered, *(turn.id for turn in torn if not _is_continued(turn, episode.turns))}
-        delivered = {_number(turn) for turn in earlier if turn.id not in lacking}
+        delivered = {_number(turn) for turn in earlier if turn.id not in episode.undelivered}
         lost = [number for number in free if number not in delivered]
         return next(iter([*lost, *free, *numbers] if repeated.repeated else lost), None)
 
@@ -394,7 +384,7 @@ class Endpoint:
         content = asyncio.ensure_future(reply.complete())
         await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
         if content.done():
-            reply.delivered = not await request.is_disconnected()
+            reply.is_written = not await request.is_disconnected()
             return Response(content.result(), media_type="application/json")
 
         async def padded() -> AsyncIterator[bytes]:
@@ -403,7 +393,7 @@ class Endpoint:
                     yield b" "
                     await asyncio.wait([content], timeout=replies.KEEP_ALIVE_S)
                 yield content.result()
-                reply.delivered = True
+                reply.is_written = True
             except FencedAttempt as error:
                 raise Abandoned(str(error)) from None
             finally:
@@ -418,23 +408,29 @@ class Endpoint:
         except FencedAttempt as error:
             raise Abandoned(str(error)) from None
 
-    def _begin(self, episode: int, opened: OpenedTurns, reply: Reply) -> Callable[[], None]:
-        """Count a call as waiting for tokens, until the returned function is called."""
+    def _begin(self, episode: int, opened: OpenedTurns, reply: Reply) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Count a call as waiting for tokens. Return a function that ends this, and one for a connection's reset."""
         self.waiting += 1
         self._on_change()
-        for name in opened.requests:
-            self._torn.pop((episode, name), None)
-        served = [self._served[episode, name] for name in opened.requests]
+        answers = [
+            (self._served[episode, name], turn, name) for name, turn in zip(opened.requests, opened.turns, strict=True)
+        ]
+        for served, _, _ in answers:
+            served.replies.append(reply)
 
         def end() -> None:
             self.waiting -= 1
             self._on_change()
-            for each, turn, name in zip(served, opened.turns, opened.requests, strict=True):
-                each.delivered |= reply.delivered
-                if self._let_go(episode, name) and (self._outlived or not each.delivered):
-                    self._report(episode, [turn], delivered=each.delivered)
+            for served, turn, name in answers:
+                if self._let_go(episode, name) and (self._outlived or not served.is_delivered):
+                    self._report(episode, [turn], delivered=served.is_delivered)
 
-        return end
+        def tear() -> None:
+            reply.is_torn = True
+            ended = [each for each in answers if (episode, each[2]) not in self._served]
+            self._report(episode, [turn for served, turn, _ in ended if not served.is_delivered], delivered=False)
+
+        return end, tear
 
     def _hold(self, episode: int, names: Sequence[str]) -> None:
         """Count a connection for these requests, from before their turns are opened.
@@ -500,12 +496,6 @@ def _with_path(turns: Sequence[Turn]) -> tuple[Turn, ...]:
         if turn.parent is None or turn.parent in whole:
             whole[turn.id] = turn
     return tuple(whole.values())
-
-
-def _is_continued(turn: Turn, turns: Sequence[Turn]) -> bool:
-    """Return whether another turn's path has a sampled token of a turn."""
-    sampled_from = turn.offset + len(turn.given)
-    return any(other.parent == turn.id and other.offset > sampled_from for other in turns)
 
 
 def _names(call: Call, number: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -141,6 +141,41 @@ class EndpointServer:
         self._socket.close()
 
 
+class _JoinedWrites:
+    """A transport that sends what one callback of the event loop writes as one segment.
+
+    uvicorn writes the end of a body by itself, and between two writes another thread may run. A client that closes its
+    connection at the last event would then get the end on a closed connection, and the endpoint a reset: as if the
+    answer had not arrived.
+
+    Args:
+        transport: The transport.
+        loop: The event loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._written = transport, loop, bytearray()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._written:
+            self._loop.call_soon(self._send)
+        self._written += data
+        if len(self._written) > _SEND_BUFFER_BYTES:
+            self._send()  # so that the transport can say that the client does not read
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._written:
+            self._transport.write(self._written)
+            self._written = bytearray()
+
+
 class _BoundedProtocol(H11Protocol):
     """A connection that is closed if the head of a request does not arrive in time, or if the server stops.
 
@@ -152,7 +187,7 @@ class _BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
-        super().connection_made(transport)
+        super().connection_made(_JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         self._wait_for_head(HEAD_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -47,13 +47,20 @@ class Reply:
             for index, turn in enumerate(opened.turns)
         ]
         self._writer = writer(call, opened, self._answers, of_writer if positions else None)
-        self.delivered = False
+        self.is_written = False
         """True once the end of the reply was written to the connection."""
+        self.is_torn = False
+        """True once the connection was reset."""
 
     @property
     def output(self) -> tuple[str, Sequence[dict[str, Any]]] | None:
         """As :attr:`.writer.Writer.output`."""
         return self._writer.output
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether the client has got the end of the reply, as far as its connection tells."""
+        return self.is_written and not self.is_torn
 
     async def complete(self) -> bytes:
         """Wait for all answers, and return the reply."""
@@ -100,7 +107,7 @@ class Reply:
             watching.cancel()
             taking.cancel()
         yield self._writer.ended()
-        self.delivered = True
+        self.is_written = True
 
     def _positioned(self, events: bytes) -> bytes:
         """Return events and, for a relay, the position after them."""
