@@ -191,7 +191,8 @@ def _do(row: str, run: TestRun, calls: Path) -> int:
     if row == "node":
         _crash_node(run, ReplicaId(target))
     else:
-        kill(run, target, 0)
+        # two deaths of a trainer without a step between them look like a fault of its software
+        kill(run, target, run.state().step + 1 if target == TRAINER else 0)
     return 0
 
 
