@@ -427,8 +427,9 @@ class Endpoint:
 
         def tear() -> None:
             reply.is_torn = True
-            ended = [each for each in answers if (episode, each[2]) not in self._served]
-            self._report(episode, [turn for served, turn, _ in ended if not served.is_delivered], delivered=False)
+            for served, turn, name in answers:
+                if (episode, name) not in self._served and not served.is_delivered:
+                    self._report(episode, [turn], delivered=False)
 
         return end, tear
 

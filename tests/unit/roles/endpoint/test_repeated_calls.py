@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,26 @@ class Run:
         stream.close()
         self.wait_idle(replica)
 
+    def torn(self, answer_text: str) -> int:
+        """Make a call that gets a whole answer of a new turn, whose connection is then reset, and return the turn."""
+        client = self.client()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.chat.completions.with_raw_response.create, model="any", messages=ASKED)
+            (turn,) = self.wait_turns(1)
+            self.sample(turn, answer_text)
+            connection = asked.result().http_response.extensions["network_stream"].get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        wait_until(lambda: self.undelivered() == (turn,))
+        return turn
+
+    def undelivered(self) -> tuple[int, ...]:
+        """Return the undelivered answers to calls of the same meaning as the first one."""
+        call = self.turns()[0].request.split("/")[0]
+        with self._lock:
+            shown: Any = answer(self.store, GetEpisode(self.who(0), self.item.episode, call=call))
+        return shown.undelivered  # type: ignore[no-any-return]
+
     def untrained(self) -> int:
         with self._lock:
             assert answer(self.store, FinishEpisode(self.who(0), self.item.episode, 1, 1.0)) == Done()
@@ -213,6 +236,21 @@ def test_answer_that_was_lost_and_not_asked_for_again_is_context(run: Run) -> No
     run.sample(turn, "1")
     run.delivers("2", messages=OTHER)
     assert run.untrained() == 1
+
+
+def test_answer_whose_connection_was_reset_is_context_if_nobody_requests_it(run: Run) -> None:
+    run.torn("1")
+    run.delivers("2", messages=OTHER)
+    assert run.untrained() == 1
+
+
+def test_answer_that_the_agent_has_continued_is_not_given_again_after_a_reset(run: Run) -> None:
+    turn = run.torn("1")
+    run.delivers("2", messages=[*ASKED, {"role": "assistant", "content": "1"}, *OTHER])
+    assert run.turns()[1].parent == turn
+    assert run.undelivered() == ()
+    assert run.delivers("3") != turn
+    assert run.untrained() == 0
 
 
 # ── the endpoint dies ────────────────────────────────────────────────────────────────────────────────────────────────
